@@ -1,8 +1,9 @@
-"""Claim: configs as their publishers have them build at full size, or are refused by the code that they must be.
+"""Claim: configs as their publishers have them build at full size, or are refused by the code that they must be, with
+what to do about it.
 
 Each is built in a fresh process, from its start to its end. What each must come to is written in
-`tests/configs/expected.json`, beside the configs. With names on the command line, only those are built, and nothing is
-written.
+`tests/configs/expected.json`, beside the configs. With names on the command line, only those are built, and take the
+place of their former results.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from support import harness
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "configs"
+RESULTS = harness.RESULTS / "published_configs.json"
 
 _BUILD = """
 import json, resource, sys, time
@@ -27,7 +29,8 @@ try:
     bundle = precast.build(sys.argv[1], sys.argv[2])
     result = {"outcome": "builds", "bundle_bytes": sum(blob.size for blob in bundle.manifest.blobs)}
 except BuildError as error:
-    result = {"outcome": error.code, "message": error.message}
+    message = error.message.replace(sys.argv[1] + ": ", "")
+    result = {"outcome": error.code, "message": message, "fix": error.fix}
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 print(json.dumps({**result, "seconds": round(time.perf_counter() - started, 1), "peak_gib": round(peak, 2)}))
 """
@@ -50,19 +53,24 @@ def measure(name: str, expected: str, folder: Path) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     """All configs, or those of these names."""
     expected = json.loads((CONFIGS / "expected.json").read_text(encoding="utf-8"))
-    builds = {}
+    builds = {name: found for name, found in _former().items() if name in expected} if names else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names or sorted(expected):
             builds[name] = measure(name, _outcome(expected[name]), Path(folder))
             print(name, json.dumps(builds[name]), file=sys.stderr, flush=True)
-    if not names:
-        summary = {
-            "configs": len(builds),
-            "built": sum(each["outcome"] == "builds" for each in builds.values()),
-            "not_as_expected": [name for name, each in builds.items() if each["as_expected"] is False],
-        }
-        path = harness.RESULTS / "published_configs.json"
-        harness.write(path, "published_configs", {**summary, "builds": builds})
+    figures = {
+        "configs": len(builds),
+        "built": sum(each["outcome"] == "builds" for each in builds.values()),
+        "refused_with_a_fix": sum(bool(each.get("fix")) for each in builds.values()),
+        "not_as_expected": [name for name, each in builds.items() if each["as_expected"] is False],
+        "builds": dict(sorted(builds.items())),
+    }
+    harness.write(RESULTS, "published_configs", figures)
+
+
+def _former() -> dict[str, dict[str, Any]]:
+    """The results that are there."""
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]["builds"]) if RESULTS.exists() else {}
 
 
 if __name__ == "__main__":

@@ -33,8 +33,10 @@ from precast.builder.shard.compared import compared
 from precast.builder.shard.overrides import read_overrides
 from precast.builder.source.config_facts import config_facts
 from precast.builder.source.facts import limit
+from precast.builder.source.quantised_options import check_options
 from precast.builder.source.source import Source, open_source
 from precast.builder.source.tp_plan import tp_plan
+from precast.builder.weights.at_load import FORMATS
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.bundle.trust import MadeHere, folder_of_layers
 from precast.ir.errors import BuildError
@@ -48,8 +50,9 @@ if TYPE_CHECKING:
     from precast.ir.manifest import PassRecord
     from precast.kernels.measured import Table
 
-KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "fp8_e4m3": "float8_e4m3fn"})
-"""The dtypes of cached keys and values by the names of the option; None: the model's."""
+KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "model": None, "fp8_e4m3": "float8_e4m3fn"})
+"""The dtypes of cached keys and values by the names of the option; None: the model's, or with `auto` what the config
+says."""
 
 Progress = Callable[[str], None]
 Passes = tuple[Pass, ...]
@@ -58,7 +61,7 @@ Passes = tuple[Pass, ...]
 def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
     page_size: int | None = None, kv_dtype: str = "auto", shard_plan: str | Path | None = None,
-    dequantise: bool = False,
+    dequantise: bool = False, quantise: str | None = None,
     disabled_passes: Collection[str] = (), snapshots: str | Path | None = None, snapshot_after: str | None = None,
     dump: str | Path | None = None, targets: Sequence[str] = (), worlds: Sequence[str] = (),
     choices: Sequence[Table] = (), allow_remote_code: bool = False, model_type: str | None = None,
@@ -72,14 +75,19 @@ def build(
         dtype: `float32`, `bfloat16`, `float16`: of weights, activations and caches. `auto`: the config's; where it
             names none, bfloat16 if the checkpoint is quantised, else float32, with a warning (logger `precast`) and a
             note in the bundle's provenance.
-        kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, rounded and saturated to 448, without scales;
-            states and convs stay as they are. `auto`: the model's dtype.
+        kv_dtype: `fp8_e4m3`: cached keys, values and latents take 8 bits, saturated to 448; keys and values are divided
+            by the scales of the checkpoint, if it is quantised and has some. States and convs stay as they are.
+            `model`: the model's dtype. `auto`: for keys and values 8 bits where the config says that the checkpoint is
+            quantised for it (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's dtype.
         max_seq_len: the longest sequence served, prompt and answer, in tokens. None: the config's limit.
         page_size: tokens per page of the key/value caches; None: chosen for each group of layers, 8 to 64.
         shard_plan: a JSON file that says how params are split over ranks, by patterns of their names
             (`docs/sharding.md`, A plan of your own). None: as the builder finds.
         dequantise: read weights that the checkpoint stores in few bits as numbers of `dtype`, as if they had been
             stored so, in place of keeping their bytes and computing with those (docs/quantisation.md).
+        quantise: `fp8`: weights of linear layers and experts take 8 bits on the device, in blocks of 128 x 128 with a
+            scale each, made of the numbers of a checkpoint that isn't quantised while they are read; embeddings, head,
+            norms, routers and all else stay as they are (docs/quantisation.md).
         disabled_passes: names of passes to leave out, to find the one that makes a mistake.
         snapshots: a directory for snapshots of the pipeline, and for compiled kernels; a rebuild starts from the one
             that fits, and compiles what is missing. None: none are read or written.
@@ -114,7 +122,8 @@ def build(
     if dequantise:
         disabled_passes = {*disabled_passes, KEEP_QUANTISED.name}
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
-    options = dataclasses.replace(options, dequantise=KEEP_QUANTISED.name in disabled_passes)
+    _check_quantise(quantise, opened, disabled_passes)
+    options = dataclasses.replace(options, dequantise=KEEP_QUANTISED.name in disabled_passes, quantise=quantise)
     gpus, among = [target_named(name) for name in dict.fromkeys(targets)], worlds_named(worlds)
     notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
@@ -145,7 +154,7 @@ def build(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
         config=facts, native=native,
         provenance=_provenance(opened, options, disabled_passes, started, is_restored)
-        | notes | _beside_theirs(opened, graph) | _dequantised(left),
+        | notes | _beside_theirs(opened, graph) | _dequantised(left, options),
     )  # fmt: skip
     _record_layers(packed)
     return packed
@@ -211,7 +220,9 @@ def _options(
         found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
         raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
     overrides = () if shard_plan is None else read_overrides(Path(shard_plan))
-    return Options(dtype, limit(source.config, max_seq_len), page_size, KV_DTYPES[kv_dtype], overrides)
+    from_config = kv_dtype == "auto" and source.facts.kv_dtype is not None
+    cached = source.facts.kv_dtype if from_config else KV_DTYPES[kv_dtype]
+    return Options(dtype, limit(source.config, max_seq_len), page_size, cached, overrides, from_config)
 
 
 def _dump_dir(dump: str | Path | None) -> Path | None:
@@ -257,13 +268,29 @@ def _scales(source: Source) -> Dtype:
     return "float16" if method == "awq" else dtypes.get(source.facts.dtype, "float32")
 
 
-def _dequantised(left: Sequence[Dequantised]) -> dict[str, object]:
-    """The weights that are stored in few bits and not kept so, by the reason, for the provenance; `*` stands for the
-    number of a layer."""
+def _check_quantise(quantise: str | None, source: Source, disabled_passes: Collection[str]) -> None:
+    if quantise is None:
+        return
+    if quantise not in FORMATS:
+        message = f"quantise is {quantise!s}, expected {' or '.join(FORMATS)}"
+        raise BuildError("option-invalid", message, fix="leave quantise out, for weights of the model's dtype")
+    if source.facts.quantisation is not None:
+        method = check_options(source.facts.quantisation).method
+        message = f"quantise is {quantise}, but the checkpoint is quantised already, by {method}"
+        raise BuildError("option-invalid", message, fix="leave quantise out: they stay as they are stored")
+    if KEEP_QUANTISED.name in disabled_passes:
+        message = f"quantise is {quantise}, and the pass {KEEP_QUANTISED.name} is left out, which it is for"
+        raise BuildError("option-invalid", message, fix="leave out one of quantise, dequantise and the disabled pass")
+
+
+def _dequantised(left: Sequence[Dequantised], options: Options) -> dict[str, object]:
+    """The weights that are, or were to be, in few bits and are not kept so, by the reason, for the provenance; `*`
+    stands for the number of a layer."""
     reasons: dict[str, dict[str, None]] = {}
     for each in left:
         reasons.setdefault(each.reason, {})[re.sub(r"\.\d+(?=\.)", ".*", each.param)] = None
-    return {"dequantised": {reason: list(names) for reason, names in reasons.items()}} if reasons else {}
+    found = {reason: list(names) for reason, names in reasons.items()}
+    return {"not quantised" if options.quantise else "dequantised": found} if found else {}
 
 
 def _provenance(

@@ -33,7 +33,7 @@ from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Wire
 from precast.ir.manifest import Checkpoint, ModelInfo, PassRecord
 
-_MAGIC = b"precast-snapshot-2\n"
+_MAGIC = b"precast-snapshot-3\n"
 
 
 class _Snapshot(Wire, frozen=True):
@@ -47,14 +47,16 @@ def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
     """The content key of the pipeline's state after `passes`: 64 hexadecimal digits."""
     config = source.config.to_dict()
     config.pop("_name_or_path", None)  # where it was read from
+    cached = [options.page_size, options.kv_dtype, options.kv_from_config]
     parts = {
         "config": config,
         "architecture": type(source.config).__name__,
         "code": _code_digests(source.config),
         "facts": source.facts,
         "dtype": options.dtype,
+        "quantise": options.quantise,
         "max_seq_len": options.max_seq_len,
-        "caches": [options.page_size, options.kv_dtype] if any(each.stage == "cache" for each in passes) else None,
+        "caches": cached if any(each.stage == "cache" for each in passes) else None,
         "shard plan": [(each.pattern, each.choice) for each in options.overrides],
         "dequantise": options.dequantise,
         "passes": [(each.name, each.version) for each in passes],

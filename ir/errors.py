@@ -100,6 +100,7 @@ CODES: dict[str, str] = {
     "checkpoint-denied": "a server does not give out a checkpoint file to whoever asks",
     "config-mismatch": "the checkpoint's config says other numbers than the one that the bundle was built from",
     "weights-mismatch": "tensors are missing, unexpected, or of another shape or dtype than the recipes read",
+    "scale-invalid": "a checkpoint's scale of cached keys or values is no number above 0",
     # --- requests and engine options --------------------------------------------------------------------------
     "prompt-empty": "a prompt without tokens",
     "prompt-too-long": "prompt and answer do not fit the model's sequence limit",

@@ -235,6 +235,11 @@ MAX_TRUST_BYTES = MIB
 MAX_RULES = 1 << 10
 """Rules of a trust.json."""
 
+# --- waits ---------------------------------------------------------------------------------------------------------
+
+MAX_SECONDS = 1_000_000
+"""That anything may be told to wait: eleven days. Systems count waits in 32 bits of milliseconds, and refuse more."""
+
 # --- messages ----------------------------------------------------------------------------------------------------
 
 MAX_LISTED = 20

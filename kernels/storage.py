@@ -2,8 +2,9 @@
 
 What is written is rounded into new memory, what is read is gathered as it is stored; what computes with it converts it.
 
-Values of 8 bits have no scale: what is stored is the value itself, saturated to the largest finite one, 448 for
-float8_e4m3fn. Infinities saturate too; NaN stays NaN.
+Values of 8 bits are saturated to the largest finite one, 448 for float8_e4m3fn. Infinities saturate too; NaN stays NaN.
+With a scale s, a float32 number above 0, x is stored as x / s, and what is read, times s, stands for x; without one the
+value itself is stored.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ STORED = (*FLOAT, torch.float8_e4m3fn)
 """The dtypes of cached keys, values and latents."""
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` as a cache of `dtype` holds it, rounded to nearest even; `x` itself where it has that dtype already."""
+def rounded(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """`x`, divided by `scale` [1] float32 in float32, as a cache of `dtype` holds it, rounded to nearest even; `x`
+    itself where it has that dtype already."""
+    if scale is not None:
+        x = x.to(torch.float32) / scale
     if dtype.itemsize == 1 and x.dtype != dtype:
         # By itself, torch's conversion saturates in some releases and gives NaN in others.
         limit = torch.finfo(dtype).max
@@ -30,6 +34,11 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def gathered(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """`cache[pages]`, in new memory of the cache's dtype."""
     return bits(cache)[pages].view(cache.dtype)
+
+
+def unscaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What was read of a cache as it stands for: times `scale` [1] float32, in float32; `x` itself without one."""
+    return x if scale is None else x.to(torch.float32) * scale
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -197,6 +197,8 @@ def _check_options(bundle: object, weights: object, **numbers: object) -> None:
     for name, value in numbers.items():
         if name in ("cache_bytes", "max_prefill_tokens", "world_port") and value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
-            expected = "an integer of at least 1, of 64 bits at most"
+        most, expected = 2**63 - 1, "an integer of at least 1, of 64 bits at most"
+        if name == "world_port":
+            most, expected = 65535, "a port from 1 to 65535"
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise RequestError("engine-option-invalid", f"{name} is {shown_value(value)}, expected {expected}")

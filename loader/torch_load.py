@@ -11,6 +11,7 @@ import torch
 
 from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Trust
+from precast.ir.errors import TargetError
 from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
@@ -198,8 +199,14 @@ def _with_native(
     target: Target, bundle: Bundle, options: LoadOptions, trust: Trust, placement: Placement, ranks: Ranks | None
 ) -> tuple[Target, str]:
     """The target with the kernels that are compiled already, and a word on where they come from; none for CPUs. Ranks
-    use the same layer, or none of them does."""
+    use the same layer, or none of them does.
+
+    Raises TargetError `native-refused` where a digest is allowed and no layer is used.
+    """
     if target.device == "cpu":
+        if options.native:
+            message = "--allow-native is given, and the device is cpu, for which there is no native layer"
+            raise TargetError("native-refused", message, where=str(bundle.path), fix="leave it out, or name a GPU")
         return target, ""
     agree = None if ranks is None else partial(agreed, ranks.world.side, rules=options.rules_text())
     chosen = choose(

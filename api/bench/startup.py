@@ -112,7 +112,10 @@ def participants(
         Participant("torch, serial", (sys.executable, "-c", _SERIAL, device, *names), _phases_of_json),
     ]  # fmt: skip
     for command in versus:
-        words = tuple(shlex.split(command))
+        try:
+            words = tuple(shlex.split(command))
+        except ValueError as error:
+            raise PrecastError("option-invalid", f"vs is no command as a shell splits it: {error}") from None
         if not words:
             raise PrecastError("option-invalid", "vs is empty, expected a command")
         found.append(Participant(shown(command, 60), words, lambda _: {}, pattern))

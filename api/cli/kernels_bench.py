@@ -9,7 +9,7 @@ import msgspec
 from precast.cli.progress import counted
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
-from precast.ir.errors import PrecastError
+from precast.ir.errors import PrecastError, TargetError
 from precast.kernels.measured import Table, write_table
 
 
@@ -32,7 +32,11 @@ def measured(bundle: Path, out: Path | None) -> Table:
     from precast.kernels.timing import replayed
     from precast.loader.placement import place
 
-    placement = place("cuda")
+    try:
+        placement = place("cuda")
+    except TargetError as error:
+        error.fix = "run it on the machine whose GPU is to be measured; check its driver with nvidia-smi"
+        raise
     with placement.device.use(), counted(len(steps_of(opened.manifest.model.max_seq_len)), "steps") as count:
 
         def say(done: int, total: int, found: Table) -> None:

@@ -30,14 +30,13 @@ def linked(bundle: Path | str, weights: Path | str, plain_http: bool) -> Report:
             raise RegistryError("reference-invalid", message, where=str(bundle), fix=fix)
         digest = links.link(_repository(weights, plain_http, writes=True), named, targets)
         return Report({"digest": opened.digest, "link": digest}, f"{weights}: {digest} links {opened.digest}")
-    where = weights if weights.is_dir() else weights.parent
     entry = Locked(opened.digest, "" if named is None else f"{SCHEME}{named}", targets)
     try:
-        lock.add(where, entry)
+        lock.add(weights, entry)
     except OSError as error:
-        raise BuildError("write-failed", f"{error.strerror}", where=str(where / lock.NAME)) from None
-    fields = {"digest": opened.digest, "lock": str(where / lock.NAME)}
-    return Report(fields, f"{where / lock.NAME}: links {opened.digest}")
+        raise BuildError("write-failed", f"{error.strerror}", where=str(weights / lock.NAME)) from None
+    fields = {"digest": opened.digest, "lock": str(weights / lock.NAME)}
+    return Report(fields, f"{weights / lock.NAME}: links {opened.digest}")
 
 
 def found(weights: Path | str, target: str | None, plain_http: bool) -> Report:

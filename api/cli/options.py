@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ PLAIN_HTTP = click.option(
     "--plain-http", is_flag=True, help="Speak HTTP without TLS, which otherwise only this machine's own registry gets."
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def device_name(_: click.Context, __: click.Parameter, given: str | None) -> str | None:
+    """A device as it is named, of commands that look for it before torch could."""
+    if given is not None and not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", given):
+        raise click.BadParameter(
+            f"{given!r} is none of cpu, cuda, or a certain GPU such as cuda:1", param_hint="--device"
+        )
+    return given
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:

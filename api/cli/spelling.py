@@ -24,7 +24,7 @@ def as_typed(text: str, options: Sequence[click.Parameter]) -> str:
             continue
         typed, name = max(option.opts, key=len), re.escape(option.name)
         text = re.sub(rf"\b{name}=True\b", typed, text)
-        text = re.sub(rf"\b{name}='?(\w[\w:]*)'?", rf"{typed} \1", text)
+        text = re.sub(rf"\b{name}=(?:'([^']*)'|(\w[\w:]*))", rf"{typed} \1\2", text)
         if "_" in option.name:
             text = re.sub(rf"(?<!config's )\b{name}\b", typed, text)
     return text

@@ -13,6 +13,7 @@ from precast.cli.progress import counted
 from precast.cli.show import Report, table
 from precast.cli.timeline_file import write
 from precast.cli.timeline_page import document
+from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError
 from precast.loader.timeline import amount
@@ -27,6 +28,10 @@ def bench(
     """Measure starts, write them to `out` if it is given, and report. Raises PrecastError."""
     if runs < 1:
         raise PrecastError("option-invalid", f"runs is {runs}, expected at least 1")
+    if not 0 < timeout <= limits.MAX_SECONDS:
+        raise PrecastError(
+            "option-invalid", f"timeout is {timeout}, expected seconds above 0 and at most {limits.MAX_SECONDS}"
+        )
     Bundle.open(bundle)
     where = startup.device_of(device)
     files = startup.tensor_files(weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +22,22 @@ if TYPE_CHECKING:
     from precast.cli.show import Report
 
 
-class Verb(click.Command):
+class _Helped(click.Command):
+    """A command whose help and version end with a message where standard output takes no more."""
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """As click makes it; `--help` and `--version` print here."""
+        try:
+            return super().make_context(*args, **more)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            found = _unwritten(error)
+            click.echo(f"error: {found}", err=True)
+            sys.exit(found.exit_code)
+
+
+class Verb(_Helped):
     """A command that turns Precast's errors into messages and exit codes."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -33,7 +49,8 @@ class Verb(click.Command):
             error.fix = None if error.fix is None else as_typed(error.fix, options)
             if ctx.params["as_json"]:
                 fields = {"code": error.code, "message": error.message, "where": error.where, "fix": error.fix}
-                click.echo(json.dumps({"error": fields}))
+                with suppress(PrecastError):  # the error itself is told below
+                    echo(json.dumps({"error": fields}))
             click.echo(printable(f"error: {error}"), err=True)
             is_usage = error.code == "cache-too-small" and ctx.params.get("cache_bytes") is not None
             ctx.exit(2 if is_usage else error.exit_code)
@@ -42,7 +59,7 @@ class Verb(click.Command):
             ctx.exit(130)
 
 
-class Verbs(click.Group):
+class Verbs(_Helped, click.Group):
     """A group of verbs. Its help lists them in the order in which they were added."""
 
     command_class = Verb
@@ -64,9 +81,13 @@ def echo(text: str, *, nl: bool = True) -> None:
     except BrokenPipeError:  # the reader has seen enough: click ends the program in silence
         raise
     except OSError as error:
-        # What was not written stays in the buffer, and at the exit would fail once more, with a traceback.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        message = f"the answer can't be written: {error.strerror}"
-        raise PrecastError("write-failed", message, where="standard output") from error
+        raise _unwritten(error) from error
+
+
+def _unwritten(error: OSError) -> PrecastError:
+    """The error of a standard output that takes no more; from here on nothing is written to it."""
+    # What was not written stays in the buffer, and at the exit would fail once more, with a traceback.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return PrecastError("write-failed", f"the answer can't be written: {error.strerror}", where="standard output")

@@ -19,7 +19,16 @@ from precast.registry import credentials
 from precast.registry.credentials import Credentials
 from precast.registry.reference import Reference
 from precast.registry.tokens import Authorization
-from precast.registry.transport import BLOCK_BYTES, Response, Temporary, Transport, http_errors, place, reason_of
+from precast.registry.transport import (
+    BLOCK_BYTES,
+    Response,
+    Temporary,
+    Transport,
+    http_errors,
+    length_of,
+    place,
+    reason_of,
+)
 
 MAX_MANIFEST_BYTES = 4 << 20
 """A manifest or index: what registries take at most."""
@@ -147,9 +156,9 @@ class Repository:
         url = f"/blobs/{digest}"
         response = self._request("HEAD", url, (200, 404))
         self.transport.discard(response)
-        said = response.headers.get("Content-Length", "")
-        if response.status == 200 and said.isdigit() and int(said[:20]) != size:
-            message = f"expected {size} bytes under this digest, the registry says {said[:20]}"
+        said = length_of(response)
+        if response.status == 200 and said is not None and said != size:
+            message = f"expected {size} bytes under this digest, the registry says {said}"
             raise RegistryError("registry-answer", message, where=self._place(url))
         return bool(response.status == 200)
 
@@ -373,8 +382,7 @@ class _Download:
             if seconds > SLOW_SECONDS and (self.length - before) / seconds < MIN_BYTES_PER_SECOND:
                 raise Temporary(self._transport.broken(self._url, "the content comes too slowly"))
         if self.length < self._size:
-            said = response.headers.get("Content-Length", "")
-            if said.isdigit() and int(said[:20]) == self.length - before:
+            if length_of(response) == self.length - before:
                 found = self.length
                 self._restart()
                 raise self._wrong_size(str(found))

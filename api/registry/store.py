@@ -33,6 +33,7 @@ from precast.ir.bundle.codec import decode_foreign_json, encode_json
 from precast.ir.bundle.layout import Survey, compose_index, survey_shared
 from precast.ir.bundle.oci import Descriptor, Index
 from precast.ir.errors import BundleError, PrecastError
+from precast.ir.files import open_file, read_file
 
 REFERENCE = "dev.precast.reference"
 """The annotation of a stored list that says under which name the bundle was pulled last."""
@@ -77,8 +78,10 @@ def default_path(environment: Mapping[str, str] | None = None) -> Path:
     environment = os.environ if environment is None else environment
     if path := environment.get("PRECAST_STORE"):
         return Path(path)
-    home = Path(environment.get("HOME") or Path.home())
-    return Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "precast" / "store"
+    cache = environment.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):  # the XDG specification: others are to be ignored
+        return Path(cache) / "precast" / "store"
+    return Path(environment.get("HOME") or Path.home()) / ".cache" / "precast" / "store"
 
 
 class Store:
@@ -106,8 +109,7 @@ class Store:
     def index(self, digest: str) -> bytes | None:
         """The list of the bundle's manifests, or None where the store doesn't have the bundle."""
         try:
-            with self._list_file(digest).open("rb") as file:
-                return file.read(limits.MAX_INDEX_BYTES + 1)
+            return read_file(self._list_file(digest), limits.MAX_INDEX_BYTES)
         except OSError:
             return None
 
@@ -161,7 +163,11 @@ class Store:
             files = sorted(self._blobs.iterdir()) if self._blobs.is_dir() else []
             problems, total = [], 0
             for file in files:
-                size, digest = _digest_of(file)
+                try:
+                    size, digest = _digest_of(file)
+                except OSError as error:
+                    problems.append(f"{file}: can't be read: {error.strerror}")
+                    continue
                 total += size
                 if digest != f"{oci.ALGORITHM}:{file.name}":
                     problems.append(f"{file}: its content is {digest}")
@@ -302,7 +308,7 @@ class Store:
             fix = "name another place in PRECAST_STORE" + (", or free some: precast store gc" if is_full else "")
             code = "disk-full" if is_full else "write-failed"
             message = f"the store can't be written to: {error.strerror or error}"
-            raise PrecastError(code, message, where=str(self.path), fix=fix) from error
+            raise PrecastError(code, message, where=str(error.filename or self.path), fix=fix) from error
 
     # --- lists ---------------------------------------------------------------------------------------------------
 
@@ -339,8 +345,8 @@ class Store:
         named: set[str] = set()
         for entry in index.manifests if index else ():
             named.add(entry.digest)
-            with contextlib.suppress(OSError, msgspec.DecodeError, ValueError):
-                data = self.blob(entry.digest).read_bytes()
+            with contextlib.suppress(OSError, msgspec.DecodeError, ValueError, RecursionError):
+                data = read_file(self.blob(entry.digest), limits.MAX_JSON_BYTES)
                 named.update(part.digest for part in msgspec.json.decode(data, type=_Parts).all())
         return {digest for digest in named if _HEX.fullmatch(digest.removeprefix(f"{oci.ALGORITHM}:"))}
 
@@ -381,7 +387,7 @@ def _is_at(fd: int, path: Path) -> bool:
 def _digest_of(file: Path) -> tuple[int, str]:
     """Size and digest of a file's content."""
     found, size = hashlib.sha256(), 0
-    with file.open("rb", buffering=0) as stream:
+    with open_file(file) as stream:
         while data := stream.read(_READ_BYTES):
             found.update(data)
             size += len(data)

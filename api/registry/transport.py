@@ -35,6 +35,7 @@ BLOCK_BYTES = 1 << 19
 
 _TEMPORARY = frozenset((408, 425, 429, 500, 502, 503, 504))
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
+_NUMBER = re.compile("[0-9]+")  # as text, `isdigit` would take powers too
 _ERROR_TEXT = re.compile(rb'"(?:code|message)"\s*:\s*"((?:[^"\\]|\\.){1,400})"')
 
 
@@ -183,13 +184,15 @@ class Transport:
         Raises Temporary where it breaks off, and RegistryError (`registry-answer`) where it is longer.
         """
         try:
-            said = response.headers.get("Content-Length", "")
-            if said.isdigit() and int(said[:20]) > limit:
+            said = length_of(response)
+            if said is not None and said > limit:
                 raise self._too_long(response, limit)
             data: bytes = response.read(limit + 1, decode_content=False)
             if len(data) > limit:
                 raise self._too_long(response, limit)
-            if said.isdigit() and len(data) != int(said[:20]):
+            if said is None:
+                response.read(1, decode_content=False)  # none is left: this ends a connection that ends with the body
+            elif len(data) != said:
                 raise Temporary(self.broken(response.geturl() or self.origin, "the answer broke off"))
             return data
         except http_errors() as error:
@@ -302,10 +305,19 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
     from email.utils import mktime_tz, parsedate_tz
 
     text = headers.get("Retry-After", "").strip()
-    if text.isdigit():
+    if _NUMBER.fullmatch(text):
         return float(text[:9])
-    date = parsedate_tz(text) if text else None
-    return None if date is None else max(0.0, mktime_tz(date) - time.time())
+    try:
+        date = parsedate_tz(text) if text else None
+        return None if date is None else max(0.0, mktime_tz(date) - time.time())
+    except (ValueError, OverflowError):  # a year that no calendar has
+        return None
+
+
+def length_of(response: Response) -> int | None:
+    """How long the answer's body is by its own word; None where it doesn't say, or says no number."""
+    text = response.headers.get("Content-Length", "")
+    return int(text[:20]) if _NUMBER.fullmatch(text) else None
 
 
 def reason_of(error: BaseException) -> str:

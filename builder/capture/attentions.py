@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precast.builder.capture.routing import IMPLEMENTATION, current_trace
+from precast.builder.capture.shifts import delayed
 from precast.ir.errors import BuildError
 
 
@@ -61,8 +63,50 @@ def _all_blocks(module: Any, *_: Any, **__: Any) -> None:
     _refuse_beyond(limit, f"{module.topk_blocks} blocks of {module.block_size}")
 
 
+# --- Inkling -----------------------------------------------------------------------------------------------------
+
+
+def _bias_by_distance(module: Any, relative_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """A number for each query and distance, `[1, H, T, R]`; model code spreads it over all pairs of tokens."""
+    return (relative_states @ module.proj).transpose(1, 2)
+
+
+# --- Inkling 2 ---------------------------------------------------------------------------------------------------
+
+
+def _dynamic_convolution(
+    module: Any, hidden_states: torch.Tensor, dynamic_input: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """A convolution whose weights are, beside those of the channels, each token's own for the channels of a head."""
+    taps, heads = module.conv_kernel_size, module.num_heads
+    own = module.weight_proj(dynamic_input).float().view(1, -1, heads, 1, taps)
+    static = module.static_weight.float()
+    x = hidden_states.float()
+    y = x
+    for tap in range(taps):
+        before = delayed(x, tap)
+        dynamic = before.view(1, -1, heads, x.shape[2] // heads) * own[..., tap]
+        y = y + before * static[tap] + dynamic.reshape(x.shape)
+    return (y / math.sqrt(2 * taps + 1)).to(hidden_states.dtype)
+
+
+def _attention_to_blocks_of_layers(
+    module: Any, block_states: torch.Tensor, partial_block_states: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Each token attends to what layers made of it: there is no other token among the keys."""
+    states = torch.cat([block_states, partial_block_states.unsqueeze(-2)], dim=-2).float()
+    states = module.norm(states)
+    queries = module.query.float().view(-1, states.shape[-1])
+    weights = torch.softmax((states @ queries.T) * states.shape[-1] ** -0.5, dim=-2)  # [1, T, blocks, queries]
+    return (weights.transpose(-1, -2) @ states).unbind(-2)
+
+
 ATTENTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Qwen4ExpTextAttention": ("forward", _attention_to_selected_blocks),
     "MiniMaxM3VLIndexer": ("forward", _all_blocks),
+    "InklingRelativeLogits": ("forward", _bias_by_distance),
+    "Inkling2RelativeLogits": ("forward", _bias_by_distance),
+    "Inkling2DynamicShortConvolution": ("forward", _dynamic_convolution),
+    "Inkling2BlockAttentionResidual": ("forward", _attention_to_blocks_of_layers),
 }

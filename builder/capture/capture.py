@@ -35,7 +35,8 @@ class Captured:
 def capture(source: Source, options: Options) -> Captured:
     """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
     module = make_module(source.config, options.dtype)
-    stored = ModelCheckpoint(module, source.facts.quantisation, make_whole(source.config, module))
+    whole = make_whole(source.config, module)
+    stored = ModelCheckpoint(module, source.facts.quantisation, whole, at_load=options.quantise is not None)
     exported = export(module, options.max_seq_len)
     _keep_used(exported)
     recipes = stored.recipes(exported.params.values())
@@ -46,6 +47,7 @@ def capture(source: Source, options: Options) -> Captured:
         constants=_constants(module, exported),
         symbols=exported.symbols,
         fake_mode=placeholder(exported.graph, "input_ids").meta["val"].fake_mode,
+        scales=stored.scales(),
     )
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     _share_constants(exported.graph, ctx)

@@ -143,11 +143,35 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
+# --- Inkling -----------------------------------------------------------------------------------------------------
+
+
+def _weighed_with_shared(
+    module: Any, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The scores of the chosen experts and of the shared ones add up to the scale.
+
+    Model code divides by their sum as logarithms: exp(log s - log sum(exp(log s))) is s / sum(s).
+    """
+    x, shared = hidden_states.reshape(-1, module.hidden_dim), module.n_shared_experts
+    logits = torch.nn.functional.linear(x.float(), module.weight.float())
+    routed = logits[:, :-shared]
+    chosen, ids = ops.route(
+        routed, module.e_score_correction_bias.float(), scoring="sigmoid", top_k=module.top_k, normalise=False,
+        dtype=torch.float32,
+    )  # fmt: skip
+    scores = torch.cat([chosen, torch.sigmoid(logits[:, -shared:])], dim=-1)
+    weights = scores / scores.sum(dim=-1, keepdim=True) * module.route_scale * module.global_scale.float()
+    weights = weights.to(hidden_states.dtype)
+    return routed, weights[:, : module.top_k], ids, weights[:, module.top_k :]
+
+
 MIXTURES: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Llama4TextMoe": ("forward", _scaled_inputs),
     "DbrxExperts": ("forward", _flat_experts),
     "LongcatFlashExperts": ("forward", _experts_and_identities),
+    "InklingTopkRouter": ("forward", _weighed_with_shared),
     "JetMoeMoE": ("forward", _sorted_experts),
     "JetMoeAttention": ("forward", _attention_of_experts),
 }

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from precast.builder.capture.attentions import ATTENTIONS
 from precast.builder.capture.mixtures import MIXTURES
-from precast.builder.capture.routing import current_trace
+from precast.builder.capture.routing import EXTRA_ELEMENTS, current_trace
+from precast.builder.capture.shifts import delayed
 from precast.builder.replaced import replaced
 from precast.ir.errors import BuildError
 
@@ -80,10 +81,10 @@ def _compressed_convolutional_attention(
     direct = (direct + copies) * 0.5
     mean = direct.view(1, tokens, -1, groups, size).mean(dim=-2)
     mixed = _two_convolutions(module, torch.cat([query, key], dim=-1)).view(1, tokens, -1, size)
-    delayed = _delayed(F.linear(hidden_states, module.v_proj_delayed.weight), 1)
+    before = delayed(F.linear(hidden_states, module.v_proj_delayed.weight), 1)
     if module.v_proj_delayed.bias is not None:
-        delayed = delayed + module.v_proj_delayed.bias
-    value = torch.cat([module.v_proj_current(hidden_states), delayed], dim=-1).view(1, tokens, -1, size)
+        before = before + module.v_proj_delayed.bias
+    value = torch.cat([module.v_proj_current(hidden_states), before], dim=-1).view(1, tokens, -1, size)
     return mixed[:, :, :heads] + direct, mixed[:, :, heads:] + mean, value
 
 
@@ -95,17 +96,9 @@ def _two_convolutions(module: Any, x: torch.Tensor) -> torch.Tensor:
     weight = second.weight.view(groups, -1, second.weight.shape[1], taps)
     y = second.bias
     for tap in range(taps):
-        own = (_delayed(x, taps - 1 - tap) + first.bias).reshape(x.shape[1], groups, 1, -1)
+        own = (delayed(x, taps - 1 - tap) + first.bias).reshape(x.shape[1], groups, 1, -1)
         y = y + torch.matmul(own, weight[..., tap].transpose(1, 2)).reshape(x.shape)
     return y
-
-
-def _delayed(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Each token's row of `x` [1, T, C] is that of the one `by` before it, zero before a sequence's first."""
-    if by == 0:
-        return x
-    taps = torch.eye(1, by + 1, dtype=x.dtype).expand(x.shape[2], by + 1)
-    return ops.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="none")
 
 
 # --- Doge --------------------------------------------------------------------------------------------------------
@@ -134,8 +127,8 @@ def _dynamic_mask_attention(
     flat = module.v_proj(hidden_states)
     bias = torch.exp(module.A * F.softplus(module.dt_proj(flat)))  # [1, T, K]
     query, key = (x.transpose(1, 2) for x in (query, key))
-    ones = torch.full_like(query[..., :_BIAS_ELEMENTS], 1 / module.scaling)
-    zeros = torch.zeros_like(key[..., : _BIAS_ELEMENTS - 1])
+    ones = torch.full_like(query[..., :EXTRA_ELEMENTS], 1 / module.scaling)
+    zeros = torch.zeros_like(key[..., : EXTRA_ELEMENTS - 1])
     y = ops.attention(
         torch.cat([query, ones], dim=-1), torch.cat([key, bias[..., None], zeros], dim=-1), flat.view(shape), None,
         trace.cu_seqlens, scale=module.scaling, window=None, soft_cap=None,
@@ -143,16 +136,12 @@ def _dynamic_mask_attention(
     return module.o_proj(y.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-_BIAS_ELEMENTS = 8
-"""One holds the bias and the others zeros: heads stay a multiple of what kernels read at once."""
-
-
 # --- RWKV --------------------------------------------------------------------------------------------------------
 
 
 def _rwkv_attention(module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
     """Its loop goes over tokens."""
-    before = _delayed(hidden, 1)
+    before = delayed(hidden, 1)
     receptance, key, value = (
         project(hidden * mix + before * (1 - mix))
         for project, mix in (
@@ -167,7 +156,7 @@ def _rwkv_attention(module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> tu
 
 
 def _rwkv_feed_forward(module: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-    before = _delayed(hidden, 1)
+    before = delayed(hidden, 1)
     key = hidden * module.time_mix_key + before * (1 - module.time_mix_key)
     receptance = hidden * module.time_mix_receptance + before * (1 - module.time_mix_receptance)
     key = torch.square(torch.relu(module.key(key)))
@@ -208,7 +197,7 @@ def _exponential_memory(
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
     y = ops.linear_attention(q, k * gain[..., None], v, decay, cu_seqlens, scale=float(size))
     kept = decay.exp()
-    is_first = 1 - _delayed(torch.ones_like(gain), 1)
+    is_first = 1 - delayed(torch.ones_like(gain), 1)
     top = ops.linear_recurrence(torch.maximum(gain, kept * is_first), kept, cu_seqlens, kind="max")
     lower = y[..., -1:].abs().clamp(min=1.0) + module.config.eps * top[..., None]
     return (y[..., :-1] / lower).to(value.dtype).transpose(1, 2), None

@@ -220,9 +220,14 @@ def _is_size(size: Any) -> bool:
 def _attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
-    s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None, **kwargs: Any,
+    s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`."""
+    """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`.
+
+    Of the modules in `_RELATIVE` alone: `position_bias` `[1, H, T, R]`, a number for each query and distance;
+    `sinks` `[1, H, T, 1]`, a sink of each query's own.
+    """
     where = type(module).__name__
     found = [reach for mask, reach in current_trace().masks if _is_whole(attention_mask, mask)]
     if not found:
@@ -234,18 +239,46 @@ def _attention(
         )
     if isinstance(found[0], BuildError):
         raise found[0]
+    if where not in _RELATIVE:
+        kwargs |= {"position_bias": position_bias, "sinks": sinks}
     unknown = {name for name, argument in kwargs.items() if argument is not None} - _IGNORED_ARGUMENTS
     if unknown:
         raise BuildError("feature-unsupported", f"{where} passes {', '.join(sorted(unknown))} to its attention")
     # A query selects as many keys as `indices` has columns, min(limit, T): up to so many tokens attention is full.
     if indices is not None and largest(indices.shape[-1]) < current_trace().max_seq_len:
         return _sparse_attention(where, query, key, value, indices, scaling, softcap, s_aux, found[0]), None
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if sinks is not None:
+        query, key, s_aux = _with_own_sinks(query, key, sinks, scale)
+    bias = {} if position_bias is None else {"bias": position_bias.transpose(1, 2)}
     out = torch.ops.precast.attention(
         *(heads.transpose(1, 2) for heads in (query, key, value)), s_aux, current_trace().cu_seqlens,
-        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        window=found[0].window, soft_cap=softcap, chunk=found[0].chunk,
+        scale=scale, window=found[0].window, soft_cap=softcap, chunk=found[0].chunk, **bias,
     )  # fmt: skip
     return out, None
+
+
+_RELATIVE = {"InklingAttention", "Inkling2SlidingAttention", "Inkling2FullAttention"}
+"""Modules whose bias `attentions` makes by distance. That of others has a number for each pair of tokens."""
+
+EXTRA_ELEMENTS = 8
+"""Of queries and keys, where one element more says something: heads stay a multiple of what kernels read at once."""
+
+
+def _with_own_sinks(
+    query: torch.Tensor, key: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys whose scores are less by the query's sink, by one element more; sinks of 0 for all heads.
+
+    exp(s) / (sum exp(s) + exp(sink)) is exp(s - sink) / (sum exp(s - sink) + 1).
+    """
+    shift = sinks.float() / -scale
+    rounded = shift.to(query.dtype)
+    rest = (shift - rounded.float()).to(query.dtype)  # of half precision: without it the sink would be coarse
+    zeros = query.new_zeros((*query.shape[:-1], EXTRA_ELEMENTS - 2))
+    ones = key.new_ones((*key.shape[:-1], EXTRA_ELEMENTS))
+    wide = torch.cat([query, rounded, rest, zeros], dim=-1)
+    return wide, torch.cat([key, ones], dim=-1), torch.zeros(query.shape[1], dtype=query.dtype)
 
 
 def _is_whole(given: torch.Tensor | None, mask: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -61,11 +61,22 @@ class Options:
     page_size: int | None = None
     """Tokens a page in every group; None: chosen for each."""
     kv_dtype: Dtype | None = None
-    """Of cached keys, values and latents; None: that of the model. States keep theirs."""
+    """Of cached keys and values; None: that of the model. States keep theirs."""
     overrides: tuple[ShardOverride, ...] = ()
     """What the user says of how the model is split."""
+    kv_from_config: bool = False
+    """Whether the config names that dtype, not the user: then latents keep the model's, and it may have no effect."""
     dequantise: bool = False
     """Whether weights that a checkpoint stores in few bits are dequantised while they are read, all of them."""
+    quantise: str | None = None
+    """The format that weights of a checkpoint in 16 or 32 bits are brought to while they are read; None: none."""
+
+
+class KvScales(NamedTuple):
+    """The names that a checkpoint may have for what a layer's keys and values are divided by, the likeliest first."""
+
+    k: tuple[str, ...]
+    v: tuple[str, ...]
 
 
 @dataclasses.dataclass
@@ -99,6 +110,8 @@ class PassContext:
     """Placeholder -> cache tensor."""
     caches: CachePlan = dataclasses.field(default_factory=CachePlan)
     fake_mode: FakeTensorMode | None = None
+    scales: Mapping[str, KvScales] = dataclasses.field(default_factory=dict)
+    """What a quantised checkpoint calls the scales of keys and values, by the path of the attention layer."""
 
     # --- reading ---------------------------------------------------------------------------------------------
 
@@ -158,10 +171,12 @@ class PassContext:
         with self.fake_mode or contextlib.nullcontext():
             return torch.empty(shape, dtype=dtype)
 
-    def new_param(self, after: FxNode, name: str, recipe: Recipe, shape: Any) -> FxNode:
-        """A new param placeholder of the dtype of `after`, the param that it follows."""
+    def new_param(
+        self, after: FxNode, name: str, recipe: Recipe, shape: Any, dtype: torch.dtype | None = None
+    ) -> FxNode:
+        """A new param placeholder of the dtype of `after`, the placeholder that it follows, or of another one."""
         node = self._placeholder(after, "p_" + name.replace(".", "_"))
-        node.meta["val"] = self.empty(shape, tensor(after).dtype)
+        node.meta["val"] = self.empty(shape, dtype or tensor(after).dtype)
         self.params[node.name] = ParamInfo(name, recipe)
         return node
 

@@ -17,7 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from precast.builder.graph.constants import tensor_bytes, tensor_from_bytes
-from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options, ParamInfo, PassContext, expr_of
+from precast.builder.graph.context import (
+    ConstantInfo,
+    FxGraph,
+    FxNode,
+    KvScales,
+    Options,
+    ParamInfo,
+    PassContext,
+    expr_of,
+)
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Expr, TensorType, Value, Wire
@@ -59,6 +68,7 @@ class StoredGraph(Wire, frozen=True):
     constants: dict[str, tuple[Value, bytes]]
     cache_tensors: dict[str, Value]
     caches: CachePlan
+    scales: dict[str, KvScales]
 
 
 def store(graph: FxGraph, ctx: PassContext) -> StoredGraph | None:
@@ -75,6 +85,7 @@ def store(graph: FxGraph, ctx: PassContext) -> StoredGraph | None:
         constants={place: (_type(info), tensor_bytes(info.value)) for place, info in ctx.constants.items()},
         cache_tensors=ctx.cache_tensors,
         caches=ctx.caches,
+        scales=dict(ctx.scales),
     )
 
 
@@ -153,6 +164,7 @@ class _Loader:
             cache_tensors=dict(stored.cache_tensors),
             caches=stored.caches,
             fake_mode=self.mode,
+            scales=stored.scales,
         )
         self.nodes: dict[str, FxNode] = {}
         self.fakes: dict[bytes, torch.Tensor] = {}

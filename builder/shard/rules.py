@@ -284,7 +284,7 @@ def _write_kv(of: _Of) -> Iterator[Relation]:
 
 
 def _paged_attention(of: _Of) -> Iterator[Relation]:
-    yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0), of.arg("slopes", 0))
+    yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0), of.arg("slopes", 0), of.arg("bias", 2))
     yield from of.same(of.arg("k_cache", 2), of.arg("v_cache", 2))
     yield Shares((of.result, 2), of.at(of.given("k_cache"), 2))
 

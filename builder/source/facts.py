@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from precast.builder.limits import MAX_SEQ_LEN
-from precast.builder.source.quantised_options import quantisation_of
+from precast.builder.source.quantised_options import kv_dtype_of, quantisation_of
 from precast.builder.source.small_files import GENERATION
 from precast.ir.errors import BuildError, some
+from precast.ir.graph.schema import Dtype
 from precast.ir.weights.config_facts import decoder_part
 
 
@@ -54,6 +55,8 @@ class Facts(NamedTuple):
     """What to tell whoever names no dtype either: which one was chosen in the config's stead."""
     notes: tuple[str, ...] = ()
     """What of the config is not taken as it stands there, for the user to know."""
+    kv_dtype: Dtype | None = None
+    """Of keys and values, where the checkpoint was quantised for another one than that of the activations."""
 
 
 class Said(NamedTuple):
@@ -92,6 +95,7 @@ def read_facts(config: PreTrainedConfig, entries: Mapping[str, Any], generation:
     dtype, dtype_note = said("dtype").value, None
     if dtype is None:
         dtype, dtype_note = _chosen_dtype(quantisation)
+    kv_dtype, kv_note = kv_dtype_of(quantisation)
     eos, eos_notes = _within(_token_ids(said("eos"), name), said("eos"), size)
     bos, bos_notes = _within(_token_ids(said("bos"), name), said("bos"), size)
     _check_padding(said("pad"), size, name)
@@ -102,7 +106,8 @@ def read_facts(config: PreTrainedConfig, entries: Mapping[str, Any], generation:
         tied=said("tied").value,
         quantisation=quantisation,
         dtype_note=dtype_note,
-        notes=(*eos_notes, *bos_notes),
+        notes=(*eos_notes, *bos_notes, *([kv_note] if kv_note else [])),
+        kv_dtype=kv_dtype,
     )
 
 

@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import (
 )  # fmt: skip
 
 from precast.builder.replaced import replaced
-from precast.ir.errors import BuildError
+from precast.builder.source.other_names import republished
+from precast.ir.errors import BuildError, some
 
 CAUSAL = "AutoModelForCausalLM"
 """The entry of a config's `auto_map` that names the model's own causal language model."""
@@ -114,9 +115,10 @@ def check_architectures(config: PreTrainedConfig, found: type[PreTrainedModel], 
     if known.isdisjoint(map(_spelt, named)):
         raise BuildError(
             "model-unsupported",
-            f"{name}: the config's architecture is {', '.join(map(str, named))}, expected the decoder that "
-            f"transformers has for {config.model_type}, {found.__name__}",
-            fix="build the checkpoint of a causal language model; if this is one, correct architectures in the config",
+            f"{name}: the config's architecture is {', '.join(some(list(map(str, named))))}, expected the decoder "
+            f"that transformers has for {config.model_type}, {found.__name__}",
+            fix=republished(named)
+            or "build the checkpoint of a causal language model; if this is one, correct architectures in the config",
         )
 
 

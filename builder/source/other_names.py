@@ -81,3 +81,18 @@ def differences(entries: Mapping[str, Any]) -> tuple[str, ...]:
     expected = {**other.values, "architectures": [other.architecture]}
     unlike = (name for name, value in entries.items() if name in expected and value != expected[name])
     return tuple(sorted({*unlike, *(entries.keys() - known - expected.keys())}))
+
+
+_REPUBLISHED: Mapping[str, str] = MappingProxyType(
+    {
+        "ChatGLMModel": "GLM-4 is published for transformers, too: use that, such as THUDM/glm-4-9b-hf",
+        "LlavaLlamaForCausalLM": "LLaVA is published for transformers, too: use that, such as llava-hf/llava-1.5-7b-hf",
+    }
+)
+"""By an architecture that transformers doesn't have: another publication of the same weights, under its names."""
+
+
+def republished(architectures: Any) -> str | None:
+    """What to use in the place of a checkpoint of these architectures, as a config names them; None: not known."""
+    named = architectures if isinstance(architectures, (list, tuple)) else ()
+    return next((_REPUBLISHED[each] for each in named if each in _REPUBLISHED), None)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from precast.ir.errors import BuildError
+from precast.ir.graph.schema import Dtype
 
 
 class Quantised(NamedTuple):
@@ -77,6 +78,29 @@ def _algorithm(entries: Mapping[str, Any]) -> str | None:
     return entries.get("quant_algo") if method == "modelopt" else str(getattr(method, "value", method))
 
 
+def kv_dtype_of(entries: Mapping[str, Any] | None) -> tuple[Dtype | None, str | None]:
+    """The dtype of keys and values that a checkpoint was quantised for, None for that of the activations; and what to
+    tell the user where it says something else, which is not known.
+
+    ModelOpt says `kv_cache_quant_algo`, and as compressed-tensors `kv_cache_scheme`.
+    """
+    said = entries or {}
+    algorithm, scheme = said.get("kv_cache_quant_algo"), said.get("kv_cache_scheme")
+    if algorithm == "FP8" or (isinstance(scheme, Mapping) and _is_float8(scheme)):
+        return "float8_e4m3fn", None
+    if algorithm is None and scheme is None:
+        return None, None
+    name = "kv_cache_quant_algo" if algorithm is not None else "kv_cache_scheme"
+    found = cut(f"{name} is {said[name]!r}")
+    return None, f"{found}, which is not known: keys and values keep the model's dtype (--kv-dtype)"
+
+
+def _is_float8(scheme: Mapping[str, Any]) -> bool:
+    """One scale, for all of a layer's keys or values, known beforehand."""
+    wanted = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor",), "symmetric": (True,), "dynamic": (False,)}
+    return all(scheme.get(name, values[0]) in values for name, values in wanted.items())
+
+
 def unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of the config that says nothing of quantisation."""
     plain = copy.deepcopy(config)
@@ -125,7 +149,8 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
     if (algorithm == "MIXED_PRECISION") != bool(layers):
         raise refuse("modelopt", f"quant_algo = {algorithm!r} and {len(layers or ())} quantized_layers", where)
     if algorithm and not layers and not {"ignore", "exclude_modules"} & set(entries):
-        raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where)
+        fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_USE_OTHER}"
+        raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where, fix)
     for name, group in (entries.get("config_groups") or {}).items():
         found = {_MODELOPT[each] for each in ([algorithm] if not layers else _MODELOPT)} if algorithm else set()
         weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -174,13 +199,16 @@ def stored_as(group: Any, format: str | None) -> str | None:
     return None
 
 
-def refuse(method: str, what: str, where: str | None = None) -> BuildError:
+_USE_OTHER = "use a checkpoint of float32, bfloat16 or float16 weights"
+
+
+def refuse(method: str, what: str, where: str | None = None, fix: str = _USE_OTHER) -> BuildError:
     """The error for something in a known method that isn't known."""
     return BuildError(
         "feature-unsupported",
         f"the checkpoint is quantised by {method}, with {what}: this is not known",
         where=where,
-        fix="use a checkpoint of float32, bfloat16 or float16 weights",
+        fix=fix,
     )
 
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from precast.builder.limits import MAX_DEPTH
-from precast.builder.source import quantised_options, tokenizer_files
+from precast.builder.source import nemotron_nas, quantised_options, tokenizer_files
 from precast.builder.source.facts import Facts, decoder_way, read_facts
 from precast.builder.source.json_object import parse_object, read_object
 from precast.builder.source.model_class import (
@@ -31,9 +31,9 @@ from precast.builder.source.model_class import (
     own_code,
 )  # fmt: skip
 from precast.builder.source.numbers import check_numbers
-from precast.builder.source.other_names import differences, known_as
+from precast.builder.source.other_names import differences, known_as, republished
 from precast.builder.source.small_files import GENERATION
-from precast.ir.errors import BuildError
+from precast.ir.errors import BuildError, shown, shown_value, some
 from precast.ir.weights.config_facts import decoder_part
 
 CONFIG_ERRORS = (
@@ -84,6 +84,8 @@ def open_source(
     name = str(source)
     folder = _folder(name, allow_code)
     entries = _read_entries(folder, name)
+    if entries["model_type"] == nemotron_nas.MODEL_TYPE:
+        nemotron_nas.register()
     same = None if model_type else known_as(entries)
     raw = {entry: value for entry, value in entries.items() if same is None or entry != "architectures"}
     config = _read_config(raw, folder, name, allow_code, model_type or same)
@@ -163,13 +165,14 @@ def _read_config(
     if is_own and CAUSAL not in code:
         raise BuildError(
             "model-unsupported",
-            f"{name}: its own code has no causal language model (auto_map: {', '.join(code)}), expected a decoder",
+            f"{name}: its own code has no causal language model (auto_map: {', '.join(some(list(code)))}), expected a "
+            "decoder",
         )
     if known is None and "AutoConfig" not in code:
         raise BuildError(
             "model-unknown",
-            f"{name}: transformers {transformers.__version__} doesn't know the model_type {model_type}",
-            fix="check the model_type; if the model is newer than that, update transformers" + _other_types(raw),
+            f"{name}: transformers {transformers.__version__} doesn't know the config's model_type {shown(model_type)}",
+            fix="check it; if the model is newer than that, update transformers" + _other_types(raw),
         )
     try:
         if wanted and known is not None:
@@ -182,7 +185,7 @@ def _read_config(
         return config
     except CONFIG_ERRORS as error:
         message = f"{name}: {'its own code' if is_own else 'transformers'} refuses the config: {reason(error)}"
-        fix = f"correct the config: compare it with that of a published {model_type} model"
+        fix = f"correct the config: compare it with that of a published {shown(model_type)} model"
         raise BuildError("config-invalid", message, fix=fix) from error
 
 
@@ -194,8 +197,10 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
         message = f"{name}: config.json leads to other files, by transformers' version (configuration_files)"
         raise BuildError("config-invalid", message, fix="build from a config.json that says itself what the model is")
     if not isinstance(raw.get("model_type"), str):
-        fix = "add the model_type of the model's kind, such as llama"
-        raise BuildError("config-invalid", f"{name}: config.json names no model_type", fix=fix)
+        found = shown_value(raw["model_type"]) if "model_type" in raw else "missing"
+        message = f"{name}: the config's model_type is {found}, expected a name such as llama"
+        fix = "correct it in config.json: it says of what kind the model is"
+        raise BuildError("config-invalid", message, fix=fix)
     if not isinstance(raw.get("auto_map") or {}, dict):
         message = f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object"
         raise BuildError("config-invalid", message, fix="correct auto_map, or remove it")
@@ -228,26 +233,27 @@ def _check_model_type(wanted: str | None, source: object) -> None:
         message, fix = "model_type goes with files, not with a config object", "leave model_type out"
         raise BuildError("option-invalid", message, fix=fix)
     if not isinstance(wanted, str) or wanted not in CONFIG_MAPPING:
-        message = f"transformers {transformers.__version__} doesn't know the model_type {wanted}"
+        message = f"transformers {transformers.__version__} doesn't know the model_type {shown(str(wanted))}"
         raise BuildError("option-invalid", message, fix="name one that it has, such as llama")
 
 
 def _refused_code(name: str, code: Any, entries: dict[str, Any]) -> BuildError:
-    classes = ", ".join(f"{use}: {place}" for use, place in code.items())
+    classes = ", ".join(some([f"{use}: {place}" for use, place in code.items()]))
     return BuildError(
         "remote-code",
-        f"{name}: the config names code to run ({classes}) for {entries['model_type']} models of the architectures "
-        f"{entries.get('architectures')}, which transformers does not have itself",
+        f"{name}: the config names code to run ({classes}) for {shown(str(entries['model_type']))} models of the "
+        f"architectures {shown(str(entries.get('architectures')))}, which transformers does not have itself",
         fix="use a model that transformers has itself, or read that code and allow it (--allow-remote-code): it "
         "runs in the builder, with your rights, and no part of it gets into the bundle" + _other_types(entries),
     )
 
 
 def _other_types(entries: dict[str, Any]) -> str:
-    """How to build a model of transformers' that goes under another name."""
+    """How to build a model of transformers' that goes under another name, or was published anew for it."""
     first = next(iter(model_types(entries.get("architectures"))), None)
     if first is None:
-        return ""
+        other = republished(entries.get("architectures"))
+        return f"; or: {other}" if other else ""
     option = f"--model-type {first}, model_type={first!r} in Python"
     unlike = differences(entries)
     but = f", but for {', '.join(unlike)}, which nobody has compared with it" if unlike else ""

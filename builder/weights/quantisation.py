@@ -49,13 +49,19 @@ class Weight(NamedTuple):
 class Scheme(NamedTuple):
     """How a checkpoint is quantised: `recipe` makes a weight's values, of those that `holds` says are quantised.
 
-    `ignored` are patterns of tensors that only other ways of computing need.
+    `ignored` are patterns of tensors that only other ways of computing need. `scales` are what an attention layer calls
+    the scales of its cached keys and values, with `?` for k or v, the likeliest first.
     """
 
     method: str
     holds: Callable[[Weight], bool]
     recipe: Callable[[Weight], Recipe]
     ignored: tuple[str, ...]
+    scales: tuple[str, ...] = ()
+
+
+_KV_SCALES = ("?_scale", "?_proj.?_scale", "attn.?_scale", "qkv_proj.?_scale")
+"""As compressed-tensors and vLLM, ModelOpt, Quark, and what fuses projections name them."""
 
 
 def scheme_of(model: PreTrainedModel, entries: Mapping[str, Any] | None) -> Scheme | None:
@@ -97,6 +103,11 @@ def _chosen(
     return holds
 
 
+def unskipped(model: PreTrainedModel) -> Callable[[Weight], bool]:
+    """All linear layers but the head and those that transformers keeps in float32, and experts."""
+    return _chosen(model, None)
+
+
 # --- FP8 ---------------------------------------------------------------------------------------------------------
 
 
@@ -110,8 +121,8 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
         name = weight.name + suffix
         return _scaled(weight, _per_tensor(weight, name) if tile is None else _per_tile(weight, name, tuple(tile)))
 
-    ignored = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale")
-    return Scheme("fp8", _chosen(model, skipped), recipe, ignored)
+    ignored = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
+    return Scheme("fp8", _chosen(model, skipped), recipe, ignored, (*_KV_SCALES, "kv_scale"))
 
 
 def _fbgemm_fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
@@ -188,7 +199,8 @@ def _compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
         "*.input_scale", "*.input_zero_point", "*.input_global_scale", "*.output_scale", "*.weight_shape", "*.k_scale",
         "*.v_scale",
     )  # fmt: skip
-    return Scheme("compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored)
+    scales = (*_KV_SCALES, "?_proj.output_scale")
+    return Scheme("compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored, scales)
 
 
 def _compressed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
@@ -299,7 +311,7 @@ def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
         return _one_by_one(model, weight, options.method, one)
 
     ignored = ("*.input_scale", "*.k_scale", "*.v_scale")
-    return Scheme("modelopt", lambda weight: algorithm(weight) is not None, recipe, ignored)
+    return Scheme("modelopt", lambda weight: algorithm(weight) is not None, recipe, ignored, _KV_SCALES)
 
 
 def _listed(patterns: Sequence[str]) -> Callable[[str], bool]:

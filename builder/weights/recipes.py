@@ -17,7 +17,9 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from precast.builder.graph.context import KvScales
 from precast.builder.source.model_class import Unmade
+from precast.builder.weights.at_load import scheme as at_load_scheme
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
 from precast.builder.weights.quantisation import Weight, scheme_of
 from precast.ir.errors import BuildError
@@ -35,17 +37,17 @@ class ModelCheckpoint:
 
     `quantisation`: the config's `quantization_config`, if the checkpoint is quantised; an unknown one is refused
     (`feature-unsupported`). `whole`: the multimodal model that the model is the text decoder of, if its checkpoint may
-    be the other's.
+    be the other's. `at_load`: whether weights of a checkpoint that isn't quantised are while they are read.
     """
 
     def __init__(
         self, model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None,
-        whole: PreTrainedModel | None = None,
+        whole: PreTrainedModel | None = None, *, at_load: bool = False,
     ) -> None:  # fmt: skip
         self._model = model
         self._whole = whole
         self._tied = _tied(model)
-        self._scheme = scheme_of(model, quantisation)
+        self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation)
 
     def recipes(self, names: Iterable[str]) -> dict[str, Recipe]:
         """The recipes of these entries of the state dict, and of those that they are tied to.
@@ -58,6 +60,18 @@ class ModelCheckpoint:
             for each in (name, self._first(name)):
                 made[each] = Tie(self._tied[each]) if each in self._tied else self._recipe(each, state[each])
         return made
+
+    def scales(self) -> dict[str, KvScales]:
+        """What the checkpoint calls the scales of cached keys and values, by the path of the attention layer; empty
+        where its format has none."""
+        known = self._scheme.scales if self._scheme else ()
+        layers = [path for path, part in self._model.named_modules() if known and "Attention" in type(part).__name__]
+
+        def names(path: str, which: str) -> tuple[str, ...]:
+            ends = (end.replace("?", which) for end in known)
+            return tuple(saved_name(self._model, f"{path}.{end}") for end in ends)
+
+        return {path: KvScales(names(path, "k"), names(path, "v")) for path in layers}
 
     def known_names(self, used: Iterable[str] | None = None) -> Checkpoint:
         """The names that a checkpoint may hold beyond those that recipes read.

@@ -50,7 +50,8 @@ class Allowed:
 
 
 class MadeHere:
-    """Layers that this user compiled on this machine: a file for each in a folder that nobody else may write to."""
+    """Layers that this user compiled on this machine: a file for each, in a folder that nobody else may write to, or
+    none of them counts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,8 +60,7 @@ class MadeHere:
         """See `Trust`."""
         file = self._file(layer_digest)
         try:
-            status = file.stat(follow_symlinks=False)
-            is_ours = status.st_uid == os.getuid() and not status.st_mode & 0o022
+            is_ours = _is_ours(self._folder.stat()) and _is_ours(file.stat(follow_symlinks=False))
             if is_ours and file.read_text(encoding="utf-8") == _this_machine():
                 return Admitted("compiled by this user on this machine")
         except (OSError, UnicodeDecodeError):
@@ -98,6 +98,11 @@ def folder_of_layers(environment: Mapping[str, str] = os.environ) -> Path:
     data = environment.get("XDG_DATA_HOME", "")
     root = Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share"
     return root / "precast" / "native"
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether a file or folder is this user's, and nobody else can write to it."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _this_machine() -> str:

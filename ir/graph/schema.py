@@ -234,6 +234,18 @@ class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
     global_scale: Recipe | None = None
 
 
+class Quantise(Wire, frozen=True, tag="quantise", tag_field="k"):
+    """One of the parts of an `fp8` that matrices of any floating type become while they are read.
+
+    `values`: float8_e4m3fn, of the shape of `of` [.., R, C]; `scales`: float32 [.., ceil(R / block[0]), ceil(C /
+    block[1])], the largest magnitude of each block over 448 (`docs/format/v1.md`, Recipes).
+    """
+
+    of: Recipe
+    part: Literal["values", "scales"]
+    block: tuple[int, int]
+
+
 class Repeat(Wire, frozen=True, tag="repeat", tag_field="k"):
     """Each element of dimension `dim` `count` times in a row: one scale of a matrix as one for each of its rows."""
 
@@ -248,7 +260,20 @@ class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
     param: str
 
 
-Recipe = Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Repeat | Tie
+class Scale(Wire, frozen=True, tag="scale", tag_field="k"):
+    """A float32 number above 0, `[1]`, by which cached keys or values are divided. A recipe of its own, never a part.
+
+    It is the one number of the first of these tensors that the checkpoint has; `default` where it has none of any
+    scale of the graph.
+    """
+
+    tensors: tuple[str, ...]
+    default: float = 1.0
+
+
+Recipe = (
+    Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Quantise | Repeat | Tie | Scale
+)
 
 
 class Param(Wire, frozen=True):

@@ -109,8 +109,12 @@ def format_recipe(recipe: schema.Recipe) -> str:
             rest = f"zeros={_maybe(zeros)}, groups={_maybe(groups)}, zero_offset={offset}"
             rest += "" if whole is None else f", global_scale={format_recipe(whole)}"
             return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
+        case schema.Quantise(of, part, block):
+            return f"quantise({part}, {format_recipe(of)}, block=[{block[0]}, {block[1]}])"
         case schema.Tie(param):
             return f"tie({_ref(param)})"
+        case schema.Scale(tensors, default):
+            return f"scale([{', '.join(map(json.dumps, tensors))}], default={default!r})"
 
 
 def _maybe(recipe: schema.Recipe | None) -> str:

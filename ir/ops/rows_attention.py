@@ -47,6 +47,7 @@ def write_kv(args: Args) -> tuple[TensorType, ...]:
     expect_dtype("k_cache", args["k_cache"], *FLOATS)
     expect_dtype("v_cache", args["v_cache"], args["k_cache"].dtype)
     expect_dtype("slot_mapping", args["slot_mapping"], "int64")
+    _scales(args)
     return ()
 
 
@@ -73,6 +74,7 @@ def paged_attention(args: Args) -> tuple[TensorType, ...]:
     expect_dtype("v_cache", v_cache, k_cache.dtype)
     expect_shape("v_cache's pages and heads", v_cache.shape[:3], k_cache.shape[:3])
     expect_pages(args)
+    _scales(args)
     return (_heads(args, k_cache, v_cache),)
 
 
@@ -127,6 +129,16 @@ def expect_pages(args: Args) -> None:
     expect_shape("page_start", args["page_start"].shape, sequences)
 
 
+def _scales(args: Args) -> None:
+    """By what cached keys and values were divided: both or neither, and of 8 bits alone."""
+    given = [name for name in ("k_scale", "v_scale") if args.get(name) is not None]
+    for name in given:
+        expect_given(args, name, (1,), "float32")
+    expect(len(given) != 1, f"k_scale, v_scale: expected both or neither, found {' '.join(given)}")
+    cached = args["k_cache"].dtype
+    expect(not given or cached == "float8_e4m3fn", f"k_scale: expected none for a cache of {cached}")
+
+
 def _heads(args: Args, key: TensorType, value: TensorType) -> TensorType:
     q = args["q"]
     expect_rank("q", q, 4)
@@ -139,11 +151,24 @@ def _heads(args: Args, key: TensorType, value: TensorType) -> TensorType:
     expect_given(args, "sinks", (heads,), *COMPUTED)
     expect_positive(args, "window")
     expect_given(args, "slopes", (heads,), "float32")
+    _bias(args)
     expect_positive(args, "chunk")
     both = args.get("window") is not None and args.get("chunk") is not None
     expect(not both, "window, chunk: expected one of them at most, found both")
     expect_dtype("q", q, *COMPUTED)
     return TensorType(q.dtype, (*q.shape[:-1], value.shape[-1]))
+
+
+def _bias(args: Args) -> None:
+    """A bias has a row for each of q's heads, with a number for each distance up to its size."""
+    bias = args.get("bias")
+    if bias is None:
+        return
+    expect_rank("bias", bias, 4)
+    expect_shape("bias's tokens and heads", bias.shape[:3], args["q"].shape[:3])
+    expect_known("bias's size", bias.shape[3])
+    expect(not isinstance(bias.shape[3], int) or bias.shape[3] > 0, "bias: expected a size of at least 1, found 0")
+    expect_dtype("bias", bias, *COMPUTED)
 
 
 def _latent_heads(args: Args, latent: Expr, rope: Expr) -> TensorType:
@@ -169,14 +194,15 @@ SLOTS = {"slot_mapping": GROUP}
 ROWS = (
     row(
         "precast.attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, *, float scale,"
-        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None) -> Tensor",
+        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? bias=None) -> Tensor",
         attention,
         SEQUENCES,
         work.attention,
         integers=SEQUENCE_BOUNDS,
     ),
     row(
-        "precast.write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+        "precast.write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
+        " *, Tensor? k_scale=None, Tensor? v_scale=None) -> ()",
         write_kv,
         SEQUENCES,
         work.nothing,
@@ -185,7 +211,8 @@ ROWS = (
     row(
         "precast.rotary_write_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight,"
         " Tensor? k_weight, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, bool interleaved,"
-        " float? eps=None, float offset=0.0, bool cast_before_scale=False) -> Tensor",
+        " float? eps=None, float offset=0.0, bool cast_before_scale=False, Tensor? k_scale=None,"
+        " Tensor? v_scale=None) -> Tensor",
         rotary_write_kv,
         SEQUENCES,
         integers=SLOTS,
@@ -193,7 +220,8 @@ ROWS = (
     row(
         "precast.paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? sinks, Tensor cu_seqlens,"
         " Tensor kv_lens, Tensor page_indices, Tensor page_indptr, Tensor page_start, *, float scale,"
-        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None) -> Tensor",
+        " int? window=None, float? soft_cap=None, Tensor? slopes=None, int? chunk=None, Tensor? bias=None,"
+        " Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
         paged_attention,
         SEQUENCES,
         work.attention,

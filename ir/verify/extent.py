@@ -13,7 +13,23 @@ import msgspec
 from precast.ir import limits
 from precast.ir.errors import BundleError
 from precast.ir.graph.infer import flat
-from precast.ir.graph.schema import Apply, Arg, Call, Dim, Each, Expr, Graph, Items, Node, Read, Recipe, Steps, Value
+from precast.ir.graph.schema import (
+    Apply,
+    Arg,
+    Call,
+    Dim,
+    Each,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Quantise,
+    Read,
+    Recipe,
+    Scale,
+    Steps,
+    Value,
+)
 from precast.ir.memory import caches
 from precast.ir.weights import recipes
 
@@ -76,6 +92,8 @@ def _each(arg: Arg | str) -> int:
 def _reads(recipe: Recipe) -> int:
     if isinstance(recipe, Read):
         return 1
+    if isinstance(recipe, Scale):
+        return len(recipe.tensors)
     inside = sum(map(_reads, recipes.parts(recipe)))
     return inside * max(recipe.count, 1) if isinstance(recipe, Each) else inside
 
@@ -96,6 +114,12 @@ def _written(recipe: Recipe, each: Each | None) -> Iterator[tuple[str, Each | No
     """The names that the recipe reads, as they are written, with the `each` that they stand in."""
     if isinstance(recipe, Read):
         yield recipe.tensor, each
+    elif isinstance(recipe, Scale):
+        yield from ((name, None) for name in recipe.tensors)
+    if isinstance(recipe, Quantise) and recipe.part == "scales":
+        # A matrix is read for its values and for its scales.
+        yield from ((f"scales of {name}", each) for name, each in _written(recipe.of, each))
+        return
     for part in recipes.parts(recipe):
         yield from _written(part, recipe if isinstance(recipe, Each) else each)
 

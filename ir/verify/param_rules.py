@@ -8,7 +8,7 @@ import msgspec
 
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Param, Read, Symbol, TensorType, Tie
+from precast.ir.graph.schema import Dequantise, Param, Quantise, Read, Recipe, Symbol, TensorType, Tie
 from precast.ir.graph.text import format_type
 from precast.ir.ops.checks import WORLD
 from precast.ir.verify.facts import Facts, Fault, Rule, same_type
@@ -84,6 +84,8 @@ def _recipe(param: Param, facts: Facts) -> Iterator[str]:
     except (RecipeError, symbols.ExprError) as error:
         yield str(error)
         return
+    if _is_nested(param.recipe, inside=False):
+        yield "what is computed while it is read (dequantise, quantise) is made of what is stored, not of another one"
     if any(isinstance(size, int) and size < 0 for size in recipes.sizes(param.recipe)):
         yield "a size of the recipe is negative"
     if not same:
@@ -93,6 +95,12 @@ def _recipe(param: Param, facts: Facts) -> Iterator[str]:
         yield from _in_worlds(param, facts)
     if dtype != param.type.dtype:
         yield f"expected {param.type.dtype}, the recipe makes {dtype or 'the dtype of the checkpoint: it needs a cast'}"
+
+
+def _is_nested(recipe: Recipe, *, inside: bool) -> bool:
+    """Whether one computation stands in another."""
+    computes = isinstance(recipe, (Dequantise, Quantise))
+    return (inside and computes) or any(_is_nested(part, inside=inside or computes) for part in recipes.parts(recipe))
 
 
 def _ties(facts: Facts) -> Iterator[Fault]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from precast.ir import limits
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Dequantise, Dtype, Expr
+from precast.ir.graph.schema import Dequantise, Dtype, Expr, Quantise
 
 PER_INT32 = 8
 """Values of four bits in an int32."""
@@ -80,6 +80,21 @@ def shape_in_op(
     expect(format in _NEEDED, f"format: expected one of {', '.join(_NEEDED)}, found {format!r}")
     _expect_parts(format, sizes, block, zero_offset, _OPTIONAL_IN_OPS)
     return _shape(format, {name: tuple(size) for name, size in sizes.items()}, block)
+
+
+def shape_at_load(recipe: Quantise, of: Sequence[Expr]) -> Sizes:
+    """The sizes of a part of matrices that are quantised while they are read. Raises RecipeError for no matrices."""
+    expect(len(of) >= 2, f"quantise: {_text(of)}, expected rows and columns")
+    expect(all(size > 0 for size in recipe.block), f"quantise: a block of {recipe.block}")
+    if recipe.part == "values":
+        return tuple(of)
+    return (*of[:-2], *(symbols.ceildiv(size, each) for size, each in zip(of[-2:], recipe.block, strict=True)))
+
+
+def dtype_at_load(recipe: Quantise, of: Dtype | None) -> Dtype:
+    """The element type of such a part. Raises RecipeError for what holds no numbers of a floating type."""
+    expect(of in (*_ANY_FLOAT, "float64"), f"quantise: of {of}, expected a floating type")
+    return "float8_e4m3fn" if recipe.part == "values" else "float32"
 
 
 def stored_dtype(format: str) -> Dtype:
@@ -165,8 +180,10 @@ def _mxfp4(of: Sizes, scales: Sizes) -> Sizes:
 def _nvfp4(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     of, scales, whole = sizes["of"], sizes["scales"], sizes["global_scale"]
     fits = len(of) >= 2 and len(scales) == len(of) and _equal(of[:-1], scales[:-1])
-    fits = fits and symbols.equal(symbols.mul(of[-1], 2), symbols.mul(scales[-1], NVFP4_BLOCK))
-    fits = fits and any(_equal(whole, (*of[:-2], rows, 1)) for rows in (1, of[-2]))
+    if fits:
+        *matrices, rows, width = of
+        fits = symbols.equal(symbols.mul(width, 2), symbols.mul(scales[-1], NVFP4_BLOCK))
+        fits = fits and any(_equal(whole, (*matrices, each, 1)) for each in (1, rows))
     found = f"values of {_text(of)}, scales of {_text(scales)}, a global scale of {_text(whole)}"
     expect(fits, f"{format}: {found} don't fit")
     return (*of[:-1], symbols.mul(scales[-1], NVFP4_BLOCK))

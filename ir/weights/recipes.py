@@ -17,7 +17,7 @@ from precast.ir.errors import RecipeError, WeightsError, some
 from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
-from precast.ir.weights import quantised
+from precast.ir.weights import quantised, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.quantised import expect
 
@@ -194,18 +194,25 @@ def sizes(recipe: schema.Recipe) -> Iterator[schema.Expr]:
 def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
     """The sizes of what the recipe makes.
 
-    Raises RecipeError where parts don't fit each other, and for a `Tie`, which has the shape of its param.
+    Raises RecipeError where parts don't fit each other, for a scale that is one of them, and for a `Tie`, which has the
+    shape of its param.
     """
     if isinstance(recipe, schema.Read):
         expect(all(size >= 0 for size in recipe.shape), f"read of {recipe.tensor}: a negative size")
         return recipe.shape
     if isinstance(recipe, schema.Tie):
         raise _part_tied(recipe)
+    if isinstance(recipe, schema.Scale):
+        return scales.shape(recipe)
+    if any(isinstance(part, schema.Scale) for part in parts(recipe)):
+        raise RecipeError("a scale is a recipe of its own, never a part of one")
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         return _joined(recipe)
     if isinstance(recipe, schema.Dequantise):
         return quantised.shape(recipe, *map(shape, parts(recipe)))
     found = shape(recipe.of)
+    if isinstance(recipe, schema.Quantise):
+        return quantised.shape_at_load(recipe, found)
     if isinstance(recipe, schema.Each):
         return _repeated(recipe, found)
     if isinstance(recipe, schema.Slice):
@@ -242,6 +249,10 @@ def dtype(recipe: schema.Recipe) -> schema.Dtype | None:
         return found.pop()
     if isinstance(recipe, schema.Dequantise):
         return quantised.dtype(recipe, *map(dtype, parts(recipe)))
+    if isinstance(recipe, schema.Scale):
+        return "float32"
+    if isinstance(recipe, schema.Quantise):
+        return quantised.dtype_at_load(recipe, dtype(recipe.of))
     return dtype(recipe.of)
 
 
@@ -312,6 +323,11 @@ def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     return next((candidate for candidate in spelled if candidate in stored), None)
 
 
+def scale_tensor(recipe: schema.Scale, stored: Container[str], rules: Checkpoint) -> str | None:
+    """The checkpoint's name for the tensor that a scale is, or None where it has none."""
+    return next((name for one in recipe.tensors if (name := resolve(one, stored, rules)) is not None), None)
+
+
 def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
     """What keeps `files` from being loaded by the graph's recipes, up to `limits.MAX_PROBLEMS`: missing tensors, then
     those of a wrong shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the
@@ -335,6 +351,7 @@ def _read_problems(
 ) -> Iterator[Problem]:
     """What is wrong with the tensors that recipes read; those that are there are added to `expected`."""
     names: dict[str, str | None] = {}
+    yield from _scale_problems(graph, rules, files, expected)
     for param in graph.params:
         if isinstance(param.recipe, schema.Tie):
             # The same tensor under its second name; some writers store it, and no reader needs it.
@@ -349,6 +366,26 @@ def _read_problems(
             else:
                 expected.add(name)
                 yield from _mismatches(read, name, files.tensors[name])
+
+
+def _scale_problems(
+    graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, expected: set[str]
+) -> Iterator[Problem]:
+    """Scales that are not one number, and those that are missing where others are there."""
+    wanted = [param.recipe for param in graph.params if isinstance(param.recipe, schema.Scale)]
+    found = [scale_tensor(recipe, files.tensors, rules) for recipe in wanted]
+    if not any(found):
+        return
+    for recipe, name in zip(wanted, found, strict=True):
+        if name is None:
+            yield Problem("missing", recipe.tensors[0], "expected floating point [], as there are other scales")
+            continue
+        expected.add(name)
+        stored = files.tensors[name]
+        if set(stored.shape) - {1}:
+            yield Problem("shape", name, f"expected one number, found {_text(stored.shape)}")
+        if stored.dtype not in ANY_FLOAT:
+            yield Problem("dtype", name, f"expected {' or '.join(ANY_FLOAT)}, found {stored.dtype}")
 
 
 def _unexpected(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:
@@ -394,13 +431,17 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
 def require(
     graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, whole: schema.Graph | None = None
 ) -> dict[str, StoredTensor]:
-    """The stored tensor of every name that the graph's recipes read. Raises what `check` raises.
+    """The stored tensor of every name that the graph's recipes read, and under the first name of each scale that which
+    it is, if it is there. Raises what `check` raises.
 
     `whole`: the graph of all ranks, if this one's reads a part of the tensors: those are what is checked.
     """
     check(whole or graph, rules, files)
     names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
     found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
+    for param in graph.params:
+        if isinstance(param.recipe, schema.Scale):
+            found[param.recipe.tensors[0]] = scale_tensor(param.recipe, files.tensors, rules)
     return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
 
 

@@ -2,6 +2,7 @@
 
     s[i, h, j] = scale * sum_d q[i, h, d] * k[j, h // G, d]               G query heads share a key head
     s[i, h, j] += slopes[h] * (j - i)                                     where there are slopes (ALiBi)
+    s[i, h, j] += bias[i, h, i - j]                                       where there is a bias, for i - j < its size
     s = soft_cap * tanh(s / soft_cap)                                     where there is a soft cap
     p[i, h, j] = exp(s[i, h, j]) / (sum_visible_j exp(s[i, h, j]) + exp(sinks[h]))      0 for keys that i can't see
     y[i, h] = sum_j p[i, h, j] * v[j, h // G]
@@ -28,6 +29,11 @@ class Scoring(NamedTuple):
     slopes: torch.Tensor | None = None
     chunk: int | None = None
     sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def of(self, rows: slice | torch.Tensor) -> Scoring:
+        """The same for these rows of all tokens: a bias of theirs, [Q, H, R]."""
+        return self if self.bias is None else self._replace(bias=self.bias[0, rows])
 
 
 class Pages(NamedTuple):
@@ -41,22 +47,39 @@ class Pages(NamedTuple):
     page_start: torch.Tensor
 
 
+class Scales(NamedTuple):
+    """What cached keys and values were divided by, [1] float32; None: by nothing."""
+
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """One sequence: `q` [Q, H, D], `k` [L, K, D], `v` [L, K, Dv] at positions `queries` [Q] and `keys` [L];
-    [Q, H, Dv] in q's dtype."""
+    """One sequence: `q` [Q, H, D], `k` [L, K, D], `v` [L, K, Dv] at positions `queries` [Q] and `keys` [L], with a bias
+    of its queries (`Scoring.of`); [Q, H, Dv] in q's dtype."""
     group = q.shape[1] // k.shape[1]
     wide = widened(q)
     values = v.to(wide.dtype).repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,lhd->qhl", wide, k.to(wide.dtype).repeat_interleave(group, dim=1)) * scoring.scale
     if scoring.slopes is not None:
         scores = scores + scoring.slopes[:, None] * (keys - queries[:, None])[:, None]
+    if scoring.bias is not None:
+        scores = scores + by_distance(scoring.bias, queries[:, None] - keys)
     if scoring.soft_cap is not None:
         scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     visible = visible_keys(queries, keys, scoring.window, scoring.chunk)
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     return torch.einsum("qhl,lhd->qhd", probabilities(scores, scoring.sinks), values).to(q.dtype)
+
+
+def by_distance(bias: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """What `bias` [..., H, R] says of keys that are `distance` [..., L] before their query: [..., H, L] in float32, 0
+    for those that are no nearer than R, or come later."""
+    near = (distance >= 0) & (distance < bias.shape[-1])
+    at = distance.clamp(0, bias.shape[-1] - 1)[..., None, :].expand(*bias.shape[:-1], -1)
+    return torch.where(near[..., None, :], bias.gather(-1, at).float(), 0.0)
 
 
 def probabilities(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

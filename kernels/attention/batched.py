@@ -3,8 +3,8 @@ decoding sequences together. It reads the metadata on the host, which on a GPU i
 
 Sequences that are decoding (one query) are sorted into classes of like length. As many of a class as `MAX_GATHERED`
 allows are one product, over pages padded to the longest list of the class. Others go one by one, in tiles of queries.
-Products without slopes, soft cap and sinks are `scaled_dot_product_attention`: it has no place for the last two, and
-takes a mask of numbers in q's dtype alone, which is too coarse for slopes over long distances.
+Products without slopes, bias, soft cap and sinks are `scaled_dot_product_attention`: it has no place for the last two,
+and takes a mask of numbers in q's dtype alone, which is too coarse for slopes over long distances.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from precast.kernels.attention.attend import Pages, Scoring, check_window, first_seen, probabilities, visible_keys
+from precast.kernels.attention.attend import (
+    Pages,
+    Scales,
+    Scoring,
+    by_distance,
+    check_window,
+    first_seen,
+    probabilities,
+    visible_keys,
+)
 from precast.kernels.attention.limits import MAX_GATHERED, TILE
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import widened
@@ -51,16 +60,18 @@ def attention(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     for first, end in pairwise(cu_seqlens.tolist()):
         rows = slice(first, end)
-        _in_tiles(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, 0, scoring)
+        _in_tiles(out[0, rows], q[0, rows], k[0, rows], v[0, rows], 0, 0, scoring.of(rows))
     return out
 
 
 @implements("paged_attention")
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, scoring: Scoring
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: Pages, scoring: Scoring, scales: Scales
 ) -> torch.Tensor:
     """`precast.paged_attention`, see `precast.kernels.attention.paged`."""
     check_window(scoring.window, scoring.chunk)
+    if scales.k_scale is not None:  # scores are products of keys, and results sums of values
+        scoring = scoring._replace(scale=scoring.scale * scales.k_scale.item())
     cache = _Cache(k_cache, v_cache, pages.page_indices)
     out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     decoding: dict[int, list[_Sequence]] = {}
@@ -76,7 +87,7 @@ def paged_attention(
         step = max(1, MAX_GATHERED // max(1, longest * elements))
         for first in range(0, len(sequences), step):
             _decode(out, q, cache, sequences[first : first + step], scoring)
-    return out
+    return out if scales.v_scale is None else out.mul_(scales.v_scale)
 
 
 def _sequences(pages: Pages, page_size: int, scoring: Scoring) -> list[_Sequence]:
@@ -102,7 +113,7 @@ def _prefill(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequence: _Seque
     k = gathered(cache.k, pages).flatten(0, 1)[: sequence.keys]
     v = gathered(cache.v, pages).flatten(0, 1)[: sequence.keys]
     rows = slice(sequence.row, sequence.row + sequence.queries)
-    _in_tiles(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, scoring)
+    _in_tiles(out[0, rows], q[0, rows], k, v, sequence.position, sequence.start, scoring.of(rows))
 
 
 def _in_tiles(
@@ -119,7 +130,8 @@ def _in_tiles(
         keys = torch.arange(start + low, start + high, device=q.device)[None]
         visible = visible_keys(queries, keys, scoring.window, scoring.chunk)
         part = (q[None, first:end], k[None, low:high], v[None, low:high])
-        out[first:end] = _product(*part, visible, _distance(queries, keys, scoring), scoring)[0]
+        own = scoring if scoring.bias is None else scoring._replace(bias=scoring.bias[None, first:end])
+        out[first:end] = _product(*part, visible, _distance(queries, keys, scoring), own)[0]
 
 
 def _decode(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequences: list[_Sequence], scoring: Scoring) -> None:
@@ -138,12 +150,13 @@ def _decode(out: torch.Tensor, q: torch.Tensor, cache: _Cache, sequences: list[_
     v = gathered(cache.v, table).flatten(1, 2).to(q.dtype).masked_fill_(empty[..., None, None], 0)
     queries, keys = positions[:, None], starts[:, None] + slots
     visible = visible_keys(queries, keys, scoring.window, scoring.chunk) & ~empty[:, None]
-    out[0, rows] = _product(q[0, rows][:, None], k, v, visible, _distance(queries, keys, scoring), scoring)[:, 0]
+    own = scoring if scoring.bias is None else scoring._replace(bias=scoring.bias[0, rows][:, None])
+    out[0, rows] = _product(q[0, rows][:, None], k, v, visible, _distance(queries, keys, scoring), own)[:, 0]
 
 
 def _distance(queries: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
-    """The positions of `keys` [B, L] less those of `queries` [B, Q], [B, Q, L]; None where no slope asks."""
-    return None if scoring.slopes is None else keys[:, None, :] - queries[:, :, None]
+    """The positions of `keys` [B, L] less those of `queries` [B, Q], [B, Q, L]; None where nothing asks for them."""
+    return None if scoring.slopes is None and scoring.bias is None else keys[:, None, :] - queries[:, :, None]
 
 
 def _product(
@@ -154,7 +167,8 @@ def _product(
     distance: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """`q` [B, Q, H, D] over `k`, `v` [B, L, K, .] where `visible` [B, Q, L]; [B, Q, H, Dv] in q's dtype."""
+    """`q` [B, Q, H, D] over `k`, `v` [B, L, K, .] where `visible` [B, Q, L]; [B, Q, H, Dv] in q's dtype. A bias is
+    [B, Q, H, R]."""
     batch, queries, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -169,7 +183,8 @@ def _product(
         # What a row gives that sees nothing, torch leaves to each of its kernels.
         y = torch.where(mask.any(-1, keepdim=True), y, 0.0)
     else:
-        y = _with_extras(rows, k, v, mask, None if distance is None else _for_each_row(distance, group), scoring)
+        extra = None if distance is None else _extra_scores(distance, kv_heads, group, scoring)
+        y = _with_extras(rows, k, v, mask, extra, scoring)
     return y.view(batch, kv_heads, queries, group, -1).transpose(1, 2).reshape(batch, queries, heads, -1)
 
 
@@ -178,26 +193,40 @@ def _for_each_row(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.repeat_interleave(group, dim=1)[:, None]
 
 
+def _extra_scores(distance: torch.Tensor, kv_heads: int, group: int, scoring: Scoring) -> torch.Tensor:
+    """What slopes and a bias add to the scores of rows, for keys at a `distance` [B, Q, L]: [B, K, Q * G, L]."""
+    found = distance.new_zeros((), dtype=torch.float32)
+    if scoring.slopes is not None:
+        num_rows = distance.shape[1] * group
+        found = _for_rows(scoring.slopes, kv_heads, num_rows)[:, :, None] * _for_each_row(distance, group)
+    if scoring.bias is not None:
+        batch, queries, *_ = scoring.bias.shape
+        heads = by_distance(scoring.bias, -distance).view(batch, queries, kv_heads, group, -1)
+        found = found + heads.transpose(1, 2).reshape(batch, kv_heads, queries * group, -1)
+    return found
+
+
+def _for_rows(heads: torch.Tensor, kv_heads: int, num_rows: int) -> torch.Tensor:
+    """A number for each of the `heads` [H], for the rows of each key head: [K, Q * G]."""
+    group = len(heads) // kv_heads
+    return heads.view(kv_heads, 1, group).expand(-1, num_rows // group, -1).reshape(kv_heads, num_rows)
+
+
 def _with_extras(
     rows: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor,
-    distance: torch.Tensor | None,
+    extra: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """The product in float32 with slopes, soft cap and sinks; `rows` [B, K, Q * G, D], others [B, 1, Q * G, L]."""
-    kv_heads, num_rows = rows.shape[1:3]
-
-    def for_rows(heads: torch.Tensor) -> torch.Tensor:
-        group = len(heads) // kv_heads
-        return heads.view(kv_heads, 1, group).expand(-1, num_rows // group, -1).reshape(kv_heads, num_rows)
-
+    """The product in float32 with what is added to the scores, soft cap and sinks; `rows` [B, K, Q * G, D], `mask`
+    [B, 1, Q * G, L], `extra` [B, K, Q * G, L]."""
     scores = torch.matmul(widened(rows), widened(k).transpose(-1, -2)) * scoring.scale
-    if scoring.slopes is not None and distance is not None:
-        scores = scores + for_rows(scoring.slopes)[:, :, None] * distance
+    if extra is not None:
+        scores = scores + extra
     if scoring.soft_cap is not None:
         scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    sinks = None if scoring.sinks is None else for_rows(scoring.sinks)
+    sinks = None if scoring.sinks is None else _for_rows(scoring.sinks, *rows.shape[1:3])
     return torch.matmul(probabilities(scores, sinks), widened(v)).to(rows.dtype)

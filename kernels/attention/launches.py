@@ -171,8 +171,8 @@ def context_launch(
     return Launch(
         kernel="precast.kernels.attention.triton_context:context_kernel",
         grid=(minimum(items, programs or PROGRAMS),),
-        args=(Pointer("out.0"), None, *_tensors(use, keys, values), *_lists(use, is_paged, True), tokens, sequences,
-              *_strides(keys, values)),
+        args=(Pointer("out.0"), None, *_scales(use), *_tensors(use, keys, values),
+              *_lists(use, is_paged, True), tokens, sequences, *_strides(keys, values)),
         constants={
             "LEAST_QUERIES": least,
             "PAGE_SIZE": _number(use, keys, 1) if is_paged else 1,
@@ -189,7 +189,7 @@ def hopper_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launc
     plain = context_launch(use, tile, programs=programs or PROGRAMS // 2)
     needless = ("SIZE", "VALUE_SIZE", "BLOCK_V", "PRECISION")
     constants = {name: value for name, value in plain.constants.items() if name not in needless}
-    result, _, *args = plain.args  # sums of exponentials are wanted of the plain kernel alone
+    result, _, _, _, *args = plain.args  # sums of exponentials and scales are wanted of the plain kernel alone
     # Shared memory of a block is 227 KiB, of which barriers take a little.
     size, width = _number(use, "k_cache", 3), use.width("q")
     left = 226 * 1024 - 2 * tile.num_stages * tile.n * size * width
@@ -224,8 +224,8 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahea
     first = Launch(
         kernel="precast.kernels.attention.triton_split:split_kernel",
         grid=(tiles, _number(use, "k_cache", 2) * shape.groups, splits.most),
-        args=(Pointer("out.0"), *partial, *_tensors(use, "k_cache", "v_cache"), *_lists(use, True, True), tokens,
-              sequences, *splits, *_strides("k_cache", "v_cache")),
+        args=(Pointer("out.0"), *partial, *_scales(use), *_tensors(use, "k_cache", "v_cache"),
+              *_lists(use, True, True), tokens, sequences, *splits, *_strides("k_cache", "v_cache")),
         constants=constants | _tile_constants(use, tile, shape, "k_cache", "v_cache") | {"AHEAD": ahead_of(use, ahead)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -265,6 +265,7 @@ def write_kv(use: Use) -> tuple[Launch, ...]:
             grid=use.shape("k")[1:3],
             args=(
                 *(Pointer(name) for name in ("k", "v", "k_cache", "v_cache", "slot_mapping")),
+                *_scales(use),
                 mul(*use.shape("k_cache")[:2]),
                 *(Stride(name, axis) for name in ("k", "v") for axis in (1, 2, 3)),
                 *(Stride(name, axis) for name in ("k_cache", "v_cache") for axis in range(4)),
@@ -322,6 +323,10 @@ def _number(use: Use, name: str, axis: int) -> int:
 def _tensors(use: Use, keys: str, values: str) -> tuple[Pointer | None, ...]:
     given = [Pointer(name) if use.has(name) else None for name in ("sinks", "slopes")]
     return (Pointer("q"), Pointer(keys), Pointer(values), *given)
+
+
+def _scales(use: Use) -> tuple[Pointer | None, ...]:
+    return tuple(Pointer(name) if use.has(name) else None for name in ("k_scale", "v_scale"))
 
 
 def _lists(use: Use, is_paged: bool, with_pages: bool) -> tuple[Pointer | None, ...]:

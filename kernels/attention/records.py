@@ -29,22 +29,27 @@ def _is_positive(x: object) -> bool:
 def _written(use: Use) -> Expr:
     """The reference gathers rows, rounds them and chooses among them.
 
-    For 8 bits a saturated copy stands beside what was gathered. The keys' rows are there until the values' are rounded.
+    For 8 bits a saturated copy stands beside what was gathered, or with scales two in float32. The keys' rows are there
+    until the values' are rounded.
     """
     made, cached = use.width("k"), use.width("k_cache")
     is_copied = use.operands["k"].type.dtype == use.operands["k_cache"].type.dtype
     rounding = made if is_copied else 2 * made if cached == 1 else made + cached
+    if use.has("k_scale"):
+        rounding = made + 8
     k, v = (numbers(use.operands[new]) for new in ("k", "v"))
     rows = (mul(max(rounding, 2 * cached), k), add(mul(cached, k), mul(rounding, v)), mul(2 * cached, v))
     return add(largest(rows), mul(64, use.shape("slot_mapping")[0]))
 
+
+_NO_BIAS = Condition("no bias by distance", lambda use: not use.has("bias"))
 
 _TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0)}
 """What Triton's compiler is for."""
 
 
 _PAGED: dict[str, Any] = {
-    **_TRITON, "op": "precast.paged_attention", "dtypes": {"q": _COMPUTED}, "takes": (_SCALES, CONVERTS),
+    **_TRITON, "op": "precast.paged_attention", "dtypes": {"q": _COMPUTED}, "takes": (_SCALES, _NO_BIAS, CONVERTS),
     "allocates": False,
 }  # fmt: skip
 
@@ -58,7 +63,7 @@ _PLAIN_CACHE = Condition(
     ),
 )
 _HOPPER: dict[str, Any] = {
-    **_PAGED, "dtypes": {"q": ("float16", "bfloat16")}, "takes": (_SCALES, _PLAIN_CACHE),
+    **_PAGED, "dtypes": {"q": ("float16", "bfloat16")}, "takes": (_SCALES, _NO_BIAS, _PLAIN_CACHE),
     "min_capability": (9, 0), "max_capability": (9, 0),
 }  # fmt: skip
 
@@ -76,7 +81,7 @@ _SINKS = Condition(
     lambda use: not use.has("sinks") or use.operands["sinks"].type.dtype in ("float32", use.operands["q"].type.dtype),
 )
 _DECODE: dict[str, Any] = {
-    **_HOPPER, "kind": "cuda", "takes": (_SCALES, _WHOLE_TILES, _SINKS), "workspace": nothing,
+    **_HOPPER, "kind": "cuda", "takes": (_SCALES, _NO_BIAS, _WHOLE_TILES, _SINKS), "workspace": nothing,
 }  # fmt: skip
 
 _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
@@ -117,7 +122,7 @@ RECORDS = (
     ),
     reference_on_cpu("precast.paged_attention", "attention.paged"),
     Record(
-        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, takes=(_SCALES,),
+        name="triton.attention", op="precast.attention", **_TRITON, dtypes={"q": _COMPUTED}, takes=(_SCALES, _NO_BIAS),
         allocates=False, workspace=nothing, runs=launches.packed,
     ),
     Record(

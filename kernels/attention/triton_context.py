@@ -27,6 +27,8 @@ def _tiles_of(  # type: ignore[no-untyped-def]
 def context_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     sums_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -130,7 +132,7 @@ def context_kernel(  # type: ignore[no-untyped-def]
                 keys_ptr = k_ptr
                 values_ptr = v_ptr
             acc, highest, total = sums_of(
-                q_ptr, keys_ptr, values_ptr, sinks_ptr, slopes_ptr, page_list,
+                q_ptr, keys_ptr, values_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, page_list,
                 token, head, kv_head, row_mask, position, True, start, full_start, full_end, end, page_start,
                 q_stride_t, q_stride_h, q_stride_d, k_stride_p, k_stride_s, k_stride_h, k_stride_d,
                 v_stride_p, v_stride_s, v_stride_h, v_stride_d,

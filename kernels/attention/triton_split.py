@@ -96,6 +96,8 @@ def split_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     partial_ptr,
     weight_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -185,7 +187,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * GROUP + of_group
     position = kv_len - num_queries + query
     acc, highest, total = sums_of(
-        q_ptr, k_ptr, v_ptr, sinks_ptr, slopes_ptr, page_indices_ptr + first_page,
+        q_ptr, k_ptr, v_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, page_indices_ptr + first_page,
         token, head, kv_head, row_mask, position, part == 0,
         low, low, low, high, page_start,
         q_stride_t, q_stride_h, q_stride_d, k_stride_p, k_stride_s, k_stride_h, k_stride_d,

@@ -8,7 +8,8 @@ joins what these found. All leave out keys that no row of a tile sees, and mask 
 Tokens past the last sequence are padding: they are taken as one more sequence, without keys, which makes zeros of them.
 
 Scores are kept in base 2: exp2 is an instruction, exp is not. Keys and values of another type than the query's are
-converted to its type as they are loaded: products are those of the activations, however the cache is stored.
+converted to its type as they are loaded: products are those of the activations, however the cache is stored. What keys
+were divided by is a factor of the scores, and what values were divided by one of the sums.
 """
 
 # To pyright, Triton's constants don't decide which branch is there, and some functions never return.
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from precast.kernels.attention.triton_write_kv import scales_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEQUENCES = tl.constexpr(512)
@@ -114,6 +117,7 @@ def _over_keys(  # type: ignore[no-untyped-def]
     q,
     position,
     slope,
+    k_scale,
     low,
     high,
     end,
@@ -142,8 +146,15 @@ def _over_keys(  # type: ignore[no-untyped-def]
 ):
     """Adds the keys from `low` to `high` to the sums of a tile. Those from `end` on don't exist.
 
-    Without MASKED all rows see all of these keys.
+    Without MASKED all rows see all of these keys. `k_scale`: what keys were divided by, or None.
     """
+    # What makes scores of base 2 of products, as late as possible: with the subtraction it is one instruction.
+    if k_scale is None:
+        scale: tl.constexpr = SCALE
+        factor: tl.constexpr = SCALE * LOG2_E if SOFT_CAP == 0.0 and slope is None else LOG2_E
+    else:
+        scale = SCALE * k_scale
+        factor = scale * LOG2_E if SOFT_CAP == 0.0 and slope is None else LOG2_E
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_V)
     lane = tl.arange(0, BLOCK_N)
@@ -165,13 +176,11 @@ def _over_keys(  # type: ignore[no-untyped-def]
         v = _load(v_slot, e, v_stride_d, exists, VALUE_SIZE, BLOCK_V, MASKED).to(q.dtype)
 
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        # What makes scores of base 2 of them, as late as possible: with the subtraction it is one instruction.
-        factor: tl.constexpr = SCALE * LOG2_E if SOFT_CAP == 0.0 and slope is None else LOG2_E
         distance = position[:, None] - key[None, :]
         if slope is not None:
-            scores = scores * SCALE - slope[:, None] * distance
+            scores = scores * scale - slope[:, None] * distance
         if SOFT_CAP > 0.0:
-            capped = scores if slope is not None else scores * SCALE
+            capped = scores if slope is not None else scores * scale
             scores = SOFT_CAP * _tanh(capped / SOFT_CAP)
         if MASKED:
             visible = exists[None, :] & (distance >= 0)
@@ -216,6 +225,8 @@ def sums_of(  # type: ignore[no-untyped-def]
     v_ptr,
     sinks_ptr,
     slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     page_indices_ptr,
     token,
     head,
@@ -271,30 +282,33 @@ def sums_of(  # type: ignore[no-untyped-def]
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=row_mask, other=0.0)
+    k_scale, v_scale = scales_of(k_scale_ptr, v_scale_ptr)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     k_ptr += kv_head.to(tl.int64) * k_stride_h
     v_ptr += kv_head.to(tl.int64) * v_stride_h
 
     if WINDOW > 0 or CHUNK > 0 or ONE_LOOP:
         acc, highest, total = _over_keys(
-            acc, highest, total, q, position, slope, start, end if ONE_LOOP else tl.minimum(full_start, end), end,
-            k_ptr, v_ptr, page_indices_ptr, page_start,
+            acc, highest, total, q, position, slope, k_scale, start,
+            end if ONE_LOOP else tl.minimum(full_start, end), end, k_ptr, v_ptr, page_indices_ptr, page_start,
             k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
             True, PAGE_SIZE, SIZE, VALUE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, SCALE, SOFT_CAP, WINDOW, CHUNK, PRECISION,
         )  # fmt: skip
     if not ONE_LOOP:
         acc, highest, total = _over_keys(
-            acc, highest, total, q, position, slope, full_start, full_end, end,
+            acc, highest, total, q, position, slope, k_scale, full_start, full_end, end,
             k_ptr, v_ptr, page_indices_ptr, page_start,
             k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
             False, PAGE_SIZE, SIZE, VALUE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, SCALE, SOFT_CAP, WINDOW, CHUNK, PRECISION,
         )  # fmt: skip
         acc, highest, total = _over_keys(
-            acc, highest, total, q, position, slope, full_end, end, end,
+            acc, highest, total, q, position, slope, k_scale, full_end, end, end,
             k_ptr, v_ptr, page_indices_ptr, page_start,
             k_stride_p, k_stride_s, k_stride_d, v_stride_p, v_stride_s, v_stride_d,
             True, PAGE_SIZE, SIZE, VALUE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, SCALE, SOFT_CAP, WINDOW, CHUNK, PRECISION,
         )  # fmt: skip
+    if v_scale is not None:
+        acc = acc * v_scale
     return acc, highest, total
 
 

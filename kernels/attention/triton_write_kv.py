@@ -7,11 +7,23 @@ import triton.language as tl
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`precast.kernels.storage.rounded`; LIMIT is the largest finite value of 8 bits, 0 for wider types."""
+def rounded(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`precast.kernels.storage.rounded`; `scale` may be None, LIMIT is the largest finite value of 8 bits, 0 for wider
+    types."""
+    if scale is not None:
+        x = tl.div_rn(x.to(tl.float32), scale)
     if LIMIT > 0:
         x = tl.clamp(x.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
+
+
+@triton.jit
+def scales_of(k_scale_ptr, v_scale_ptr):  # type: ignore[no-untyped-def]
+    """What keys and values of a cache are divided by; None without them."""
+    if k_scale_ptr is None:
+        return None, None
+    else:
+        return tl.load(k_scale_ptr), tl.load(v_scale_ptr)
 
 
 @triton.jit
@@ -21,6 +33,8 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr,
     v_cache_ptr,
     slot_mapping_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     num_slots,
     k_stride_t,
     k_stride_h,
@@ -51,13 +65,16 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
         return
     page = slot // PAGE_SIZE
     offset = slot % PAGE_SIZE
+    k_scale, v_scale = scales_of(k_scale_ptr, v_scale_ptr)
 
     d = tl.arange(0, BLOCK_D)
     k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + d * k_stride_d, mask=d < SIZE)
     k_cache_ptr += page * k_cache_stride_p + offset * k_cache_stride_s + head * k_cache_stride_h
-    tl.store(k_cache_ptr + d * k_cache_stride_d, rounded(k, k_cache_ptr.dtype.element_ty, LIMIT), mask=d < SIZE)
+    new_k = rounded(k, k_scale, k_cache_ptr.dtype.element_ty, LIMIT)
+    tl.store(k_cache_ptr + d * k_cache_stride_d, new_k, mask=d < SIZE)
 
     e = tl.arange(0, BLOCK_V)
     v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=e < VALUE_SIZE)
     v_cache_ptr += page * v_cache_stride_p + offset * v_cache_stride_s + head * v_cache_stride_h
-    tl.store(v_cache_ptr + e * v_cache_stride_d, rounded(v, v_cache_ptr.dtype.element_ty, LIMIT), mask=e < VALUE_SIZE)
+    new_v = rounded(v, v_scale, v_cache_ptr.dtype.element_ty, LIMIT)
+    tl.store(v_cache_ptr + e * v_cache_stride_d, new_v, mask=e < VALUE_SIZE)

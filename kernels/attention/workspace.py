@@ -24,13 +24,17 @@ class Shape(NamedTuple):
     value: Expr
     bytes: int
     cached: int
-    plain: bool  # no sinks, slopes or soft cap
+    plain: bool  # no sinks, slopes, bias or soft cap
+    biased: bool = False
 
 
 def _shape(use: Use, keys: str, values: str) -> Shape:
     heads, kv_heads = use.shape("q")[2], use.shape(keys)[2]
-    plain = not (use.has("sinks") or use.has("slopes") or use.constant("soft_cap") is not None)
-    return Shape(heads, kv_heads, use.shape("q")[3], use.shape(values)[3], use.width("q"), use.width(keys), plain)
+    is_biased = use.has("bias")
+    plain = not (is_biased or use.has("sinks") or use.has("slopes") or use.constant("soft_cap") is not None)
+    return Shape(
+        heads, kv_heads, use.shape("q")[3], use.shape(values)[3], use.width("q"), use.width(keys), plain, is_biased
+    )
 
 
 def queries_of(use: Use) -> Expr:
@@ -99,7 +103,9 @@ def product(shape: Shape, queries: Expr, keys: Expr, pairs: Expr, rounded: int, 
     seen = mul(masks, add(2, group))
     distances = mul(masks, 11)
     if not shape.plain:
-        return add(ends, mul(4, rows, sizes), seen, mul(15, scores), mul(4 + rounded, kv), mul(24, keys))
+        # A bias is looked up for each score by an index of 8 bytes, widened, and zero where it says nothing.
+        bias = mul(24, scores) if shape.biased else 0
+        return add(bias, ends, mul(4, rows, sizes), seen, mul(15, scores), mul(4 + rounded, kv), mul(24, keys))
     # The queries of one sequence for one key head are rows as they lie.
     is_view = shape.kv_heads == 1 and not decodes
     turned = 0 if is_view else mul(rows, shape.bytes, shape.size)

@@ -112,14 +112,14 @@ def ordered(use: Use) -> tuple[Launch, ...]:
     assert num_experts is not None
     assert size_n is not None
     assert size_k is not None
-    rows, places = use.shape("x")[0], _places(use.shape("x")[0], num_experts, is_counted=True)
+    rows, places = use.shape("x")[0], places_of(use.shape("x")[0], num_experts, is_counted=True)
     tiles = tiles_of(None, None, use, "weight", gated=False)
     product = {
         **_ungated(num_experts, 1, size_k, size_n, "bias", use), "GATHERS": True, "SCATTERS": True, "ZEROES": True,
     }  # fmt: skip
-    pointers = (Pointer("out.0"), Pointer("x"), Pointer("weight"), _given(use, "bias"))
+    pointers = (Pointer("out.0"), Pointer("x"), Pointer("weight"), given(use, "bias"))
     return (
-        *_order(use, places, rows, (_step(use, "expert_ids", 0), 0), 1, num_experts, None),
+        *order_of(use, places, rows, (step_of(use, "expert_ids", 0), 0), 1, num_experts, None),
         _product(use, pointers, places, ("x", "weight", "bias"), rows, num_experts + 1, product, tiles),
     )
 
@@ -128,7 +128,7 @@ def ordered_workspace(use: Use) -> Expr:
     """The order of rows."""
     num_experts = use.number("weight", 0)
     assert num_experts is not None
-    return _places(use.shape("x")[0], num_experts, is_counted=True).end
+    return places_of(use.shape("x")[0], num_experts, is_counted=True).end
 
 
 def up_strips(size: int, num_bytes: int) -> Strips:
@@ -199,17 +199,17 @@ def _few(use: Use, up: Strips | None, down: Strips | None) -> tuple[Launch, ...]
     down = down or down_strips(sizes.inner, use.width("down"))
     common = {"NUM_EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k}
     h = Pointer("workspace", "float32")
-    ids = (_step(use, "expert_ids", 0), _step(use, "expert_ids", 1))
-    weights = (_step(use, "expert_weights", 0), _step(use, "expert_weights", 1))
+    ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
+    weights = (step_of(use, "expert_weights", 0), step_of(use, "expert_weights", 1))
     first = Launch(
         f"{_FEW}:up_kernel",
         (ceildiv(sizes.inner, up.n), sizes.pairs),
         (
-            h, Pointer("x"), Pointer("expert_ids"), Pointer("up"), _given(use, "up_bias"),
-            _step(use, "x", 0), _step(use, "x", 1), *ids, *_steps(use, "up"), *_steps(use, "up_bias", 2),
+            h, Pointer("x"), Pointer("expert_ids"), Pointer("up"), given(use, "up_bias"),
+            step_of(use, "x", 0), step_of(use, "x", 1), *ids, *_steps(use, "up"), *_steps(use, "up_bias", 2),
         ),
         {
-            **common, "SIZE_K": sizes.width, "SIZE_N": sizes.inner, "HAS_BIAS": use.has("up_bias"), **_between(use),
+            **common, "SIZE_K": sizes.width, "SIZE_N": sizes.inner, "HAS_BIAS": use.has("up_bias"), **between_of(use),
             "BLOCK_N": up.n, "BLOCK_K": up.k, "PIECES": up.pieces, "STAGES": up.num_stages, "PDL": has_pdl(use),
         },
         up.num_warps,
@@ -220,7 +220,7 @@ def _few(use: Use, up: Strips | None, down: Strips | None) -> tuple[Launch, ...]
         (ceildiv(sizes.width, down.n), sizes.tokens),
         (
             Pointer("out.0"), h, Pointer("expert_ids"), Pointer("expert_weights"), Pointer("down"),
-            _given(use, "down_bias"), *ids, *weights, *_steps(use, "down"), *_steps(use, "down_bias", 2),
+            given(use, "down_bias"), *ids, *weights, *_steps(use, "down"), *_steps(use, "down_bias", 2),
         ),
         {
             **common, "SIZE_K": sizes.inner, "SIZE_N": sizes.width, "HAS_BIAS": use.has("down_bias"),
@@ -236,7 +236,7 @@ def _few(use: Use, up: Strips | None, down: Strips | None) -> tuple[Launch, ...]
 # --- many tokens ---------------------------------------------------------------------------------------------------
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where the order of pairs lies in a workspace, with what is counted for it, and where these end."""
 
     starts: Pointer
@@ -248,19 +248,20 @@ class _Places(NamedTuple):
 class _Parts(NamedTuple):
     """What lies in a workspace: the order of pairs, rows between the products, rows of all pairs; its end."""
 
-    places: _Places
+    places: Places
     h: Pointer
     rows: Pointer
     end: Expr
 
 
-def _places(pairs: Expr, num_experts: int, *, is_counted: bool) -> _Places:
-    second = _aligned(4 * (num_experts + 2))
-    third = add(second, _aligned(mul(4, pairs)))
+def places_of(pairs: Expr, num_experts: int, *, is_counted: bool) -> Places:
+    """The places of so many pairs, from the begin of a workspace on."""
+    second = aligned(4 * (num_experts + 2))
+    third = add(second, aligned(mul(4, pairs)))
     counted = mul(4 * power_of_two(num_experts + 2), ceildiv(pairs, _COUNT_BLOCK)) if is_counted else 0
-    return _Places(
+    return Places(
         Pointer("workspace", "int32"), Pointer("workspace", "int32", second), Pointer("workspace", "int32", third),
-        add(third, _aligned(counted)),
+        add(third, aligned(counted)),
     )  # fmt: skip
 
 
@@ -268,10 +269,10 @@ def _parts(use: Use, tokens: int | None) -> _Parts:
     sizes = _known(use)
     x = use.operands["x"].type.dtype
     # Rows that wait for their sum are rounded where there are so many that their bytes cost time.
-    kept: Dtype = x if _are_many(tokens) else "float32"
-    places = _places(sizes.pairs, sizes.num_experts, is_counted=_are_many(tokens))
-    second = add(places.end, _aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
-    end = add(second, _aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs)))
+    kept: Dtype = x if are_many(tokens) else "float32"
+    places = places_of(sizes.pairs, sizes.num_experts, is_counted=are_many(tokens))
+    second = add(places.end, aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
+    end = add(second, aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs)))
     return _Parts(places, Pointer("workspace", x, places.end), Pointer("workspace", kept, second), end)
 
 
@@ -281,42 +282,45 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     up = up or tiles_of(tokens, average, use, "up", gated=bool(use.constant("gated")))
     down = down or tiles_of(tokens, average, use, "down", gated=False)
     experts, pairs = sizes.num_experts, sizes.pairs
-    most = None if tokens is None or _are_many(tokens) else tokens * sizes.top_k
+    most = None if tokens is None or are_many(tokens) else tokens * sizes.top_k
     first = {
-        **_ungated(experts, sizes.top_k, sizes.width, sizes.inner, "up_bias", use), **_between(use), "GATHERS": True,
+        **_ungated(experts, sizes.top_k, sizes.width, sizes.inner, "up_bias", use), **between_of(use), "GATHERS": True,
     }  # fmt: skip
     second = {**_ungated(experts, sizes.top_k, sizes.inner, sizes.width, "down_bias", use), "SCATTERS": True}
-    ups = (parts.h, Pointer("x"), Pointer("up"), _given(use, "up_bias"))
-    downs = (parts.rows, parts.h, Pointer("down"), _given(use, "down_bias"))
-    ids = (_step(use, "expert_ids", 0), _step(use, "expert_ids", 1))
-    weights = (_step(use, "expert_weights", 0), _step(use, "expert_weights", 1))
+    ups = (parts.h, Pointer("x"), Pointer("up"), given(use, "up_bias"))
+    downs = (parts.rows, parts.h, Pointer("down"), given(use, "down_bias"))
+    ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
     return (
-        *_order(use, parts.places, pairs, ids, sizes.top_k, experts, most),
+        *order_of(use, parts.places, pairs, ids, sizes.top_k, experts, most),
         _product(use, ups, parts.places, ("x", "up", "up_bias"), pairs, experts, first, up),
         _product(use, downs, parts.places, (sizes.inner, "down", "down_bias"), pairs, experts, second, down),
-        Launch(
-            f"{_GROUPED}:sum_kernel",
-            (ceildiv(sizes.width, _SUM_BLOCK), sizes.tokens),
-            (Pointer("out.0"), parts.rows, Pointer("expert_ids"), Pointer("expert_weights"), *ids, *weights),
-            {
-                "NUM_EXPERTS": experts,
-                "TOP_K": sizes.top_k,
-                "SIZE": sizes.width,
-                "BLOCK": _SUM_BLOCK,
-                "PDL": has_pdl(use),
-            },
-            pdl=has_pdl(use),
-        ),
+        sum_of(use, parts.rows, sizes),
     )
 
 
-def _are_many(tokens: int | None) -> bool:
+def sum_of(use: Use, rows: Pointer, sizes: Sizes) -> Launch:
+    """The weighted sum of the `rows` of each token's pairs."""
+    ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
+    weights = (step_of(use, "expert_weights", 0), step_of(use, "expert_weights", 1))
+    return Launch(
+        f"{_GROUPED}:sum_kernel",
+        (ceildiv(sizes.width, _SUM_BLOCK), sizes.tokens),
+        (Pointer("out.0"), rows, Pointer("expert_ids"), Pointer("expert_weights"), *ids, *weights),
+        {
+            "NUM_EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k, "SIZE": sizes.width, "BLOCK": _SUM_BLOCK,
+            "PDL": has_pdl(use),
+        },
+        pdl=has_pdl(use),
+    )  # fmt: skip
+
+
+def are_many(tokens: int | None) -> bool:
     """Whether steps of up to `tokens`, or of any number, can have more than _MANY."""
     return tokens is None or tokens > _MANY
 
 
-def _order(
-    use: Use, places: _Places, pairs: Expr, steps: tuple[Stride | int, ...], top_k: int, num_experts: int,
+def order_of(
+    use: Use, places: Places, pairs: Expr, steps: tuple[Stride | int, ...], top_k: int, num_experts: int,
     most: int | None,
 ) -> tuple[Launch, ...]:  # fmt: skip
     """The launches that list up to `most` pairs in the order of experts; None: any number of them."""
@@ -346,7 +350,7 @@ def _order(
 def _product(
     use: Use,
     pointers: tuple[Pointer | None, ...],
-    places: _Places,
+    places: Places,
     names: tuple[str | int, str, str],
     pairs: Expr,
     groups: int,
@@ -355,7 +359,7 @@ def _product(
 ) -> Launch:
     """A launch of `grouped_kernel`: results, rows, weight and bias; `names` of the last three, or the rows' width."""
     x, weight, bias = names
-    rows = (_step(use, x, 0), _step(use, x, 1)) if isinstance(x, str) else (x, 1)
+    rows = (step_of(use, x, 0), step_of(use, x, 1)) if isinstance(x, str) else (x, 1)
     precision = "ieee" if use.operands["x"].type.dtype == "float32" else "tf32"
     # Each group that has rows has at most one tile that isn't full.
     most = add(floordiv(pairs, tiles.m), minimum(pairs, groups))
@@ -385,7 +389,7 @@ def _ungated(
     }  # fmt: skip
 
 
-def _between(use: Use) -> dict[str, int | float | bool | str]:
+def between_of(use: Use) -> dict[str, int | float | bool | str]:
     """Constants of what stands between the products."""
     activation, alpha, offset = use.constant("activation"), use.constant("alpha"), use.constant("offset")
     assert isinstance(activation, str)
@@ -407,15 +411,16 @@ def _known(use: Use) -> Sizes:
     return sizes
 
 
-def _given(use: Use, name: str) -> Pointer | None:
+def given(use: Use, name: str) -> Pointer | None:
+    """An optional tensor, or None."""
     return Pointer(name) if use.has(name) else None
 
 
 def _steps(use: Use, name: str, rank: int = 3) -> tuple[Stride | int, ...]:
-    return tuple(_step(use, name, axis) for axis in range(rank))
+    return tuple(step_of(use, name, axis) for axis in range(rank))
 
 
-def _step(use: Use, name: str, axis: int) -> Stride | int:
+def step_of(use: Use, name: str, axis: int) -> Stride | int:
     """The stride of an axis; 1 where it is the last of a tensor without gaps, and 0 where there is no tensor."""
     if not use.has(name):
         return 0
@@ -424,5 +429,6 @@ def _step(use: Use, name: str, axis: int) -> Stride | int:
     return 1 if is_last and operand.is_contiguous else Stride(name, axis)
 
 
-def _aligned(num_bytes: Expr) -> Expr:
+def aligned(num_bytes: Expr) -> Expr:
+    """So many bytes, or a few more, so that what comes next begins well."""
     return mul(_ALIGNED, ceildiv(num_bytes, _ALIGNED))

@@ -140,7 +140,7 @@ def place_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(starts_ptr, LISTED: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_of(starts_ptr, LISTED: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of this program, and its first row and the end of its expert's; LISTED or more if it has none."""
     each = tl.arange(0, EXPERTS_BLOCK)
     begin = tl.load(starts_ptr + each, mask=each < LISTED, other=0)
@@ -155,7 +155,7 @@ def _tile(starts_ptr, LISTED: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M
 
 
 @triton.jit
-def _rows_of_weight(first_n, COUNT: tl.constexpr, IS_GATED: tl.constexpr, SWAPPED: tl.constexpr, SIZE_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def rows_of_weight(first_n, COUNT: tl.constexpr, IS_GATED: tl.constexpr, SWAPPED: tl.constexpr, SIZE_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows of a weight that COUNT results from `first_n` on are made of, and which of them there are.
 
     Rows of a gate and of its values come in turn, by eights where they are the rows of a product, so that a thread has
@@ -171,7 +171,7 @@ def _rows_of_weight(first_n, COUNT: tl.constexpr, IS_GATED: tl.constexpr, SWAPPE
 
 
 @triton.jit
-def _add_product(total, weight, x, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_product(total, weight, x, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """`total` and the product of rows of the weight and rows of tokens; `SWAPPED`: tokens are its columns."""
     if SWAPPED:
         total = tl.dot(weight, tl.trans(x), total, input_precision=PRECISION)
@@ -181,7 +181,7 @@ def _add_product(total, weight, x, SWAPPED: tl.constexpr, PRECISION: tl.constexp
 
 
 @triton.jit
-def _store(  # type: ignore[no-untyped-def]
+def store_results(  # type: ignore[no-untyped-def]
     y_ptr,
     y,
     bias_ptr,
@@ -203,7 +203,7 @@ def _store(  # type: ignore[no-untyped-def]
 ):
     """Adds the bias to sums, activates them, and stores the COUNT results from `first_n` on of each row."""
     if HAS_BIAS:
-        n, is_weight = _rows_of_weight(first_n, COUNT, IS_GATED, SWAPPED, SIZE_N)
+        n, is_weight = rows_of_weight(first_n, COUNT, IS_GATED, SWAPPED, SIZE_N)
         bias = tl.load(bias_ptr + n * bias_stride_n, mask=is_weight & has_products, other=0.0).to(tl.float32)
         y += bias[:, None] if SWAPPED else bias[None, :]
     if IS_GATED:
@@ -271,7 +271,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
     first_n = tl.program_id(0) * BLOCK_N
-    n, is_weight = _rows_of_weight(first_n, BLOCK_N, IS_GATED, SWAPPED, SIZE_N)
+    n, is_weight = rows_of_weight(first_n, BLOCK_N, IS_GATED, SWAPPED, SIZE_N)
     weight_ptrs = weight_ptr + n[:, None] * weight_stride_n + k[None, :] * weight_stride_k
     WEIGHTS: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
     y = tl.zeros([WEIGHTS, BLOCK_M] if SWAPPED else [BLOCK_M, WEIGHTS], tl.float32)
@@ -279,11 +279,11 @@ def _multiply(  # type: ignore[no-untyped-def]
     for start in range(0, last, BLOCK_K):
         is_k = start + k[None, :] < SIZE_K if SIZE_K % BLOCK_K != 0 else True
         x = tl.load(x_ptrs, mask=is_row[:, None] & is_k, other=0.0)
-        y = _add_product(y, tl.load(weight_ptrs, mask=is_weight[:, None] & is_k, other=0.0), x, SWAPPED, PRECISION)
+        y = add_product(y, tl.load(weight_ptrs, mask=is_weight[:, None] & is_k, other=0.0), x, SWAPPED, PRECISION)
         weight_ptrs += BLOCK_K * weight_stride_k
         x_ptrs += BLOCK_K * x_stride_k
 
-    _store(
+    store_results(
         y_ptr, y, bias_ptr, bias_stride_n, target, is_row, first_n, last > 0, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION,
         ALPHA, LIMIT, OFFSET, SWAPPED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -334,7 +334,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     """
     wait_for_previous(PDL)
     BLOCK_M: tl.constexpr = LEAST_M << HALVINGS
-    expert, first, end = _tile(starts_ptr, NUM_EXPERTS + ZEROES, EXPERTS_BLOCK, BLOCK_M)
+    expert, first, end = tile_of(starts_ptr, NUM_EXPERTS + ZEROES, EXPERTS_BLOCK, BLOCK_M)
     if expert >= NUM_EXPERTS + ZEROES:
         return
     num_rows = tl.minimum(end - first, BLOCK_M)

@@ -24,7 +24,7 @@ _ON_GPU = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
 
 @triton.jit
-def _wait_and_release(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+def wait_and_release(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """As `wait_for_previous`, but the next kernel begins when all that earlier ones wrote is there."""
     if PDL and _ON_GPU:
         tl.extra.cuda.gdc_wait()
@@ -68,7 +68,7 @@ def up_kernel(  # type: ignore[no-untyped-def]
     PIECES of BLOCK_K numbers of a row are requested together, into registers; or STAGES of them in turn, into shared
     memory.
     """
-    _wait_and_release(PDL)
+    wait_and_release(PDL)
     pair = tl.program_id(1)
     token = (pair // TOP_K).to(tl.int64)
     expert = tl.load(ids_ptr + token * ids_stride_t + pair % TOP_K * ids_stride_j)

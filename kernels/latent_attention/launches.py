@@ -341,8 +341,8 @@ def _context(use: Use, keys: Pointer, values: Pointer, sums: Pointer, tile: Tile
     return Launch(
         kernel="precast.kernels.attention.triton_context:context_kernel",
         grid=(minimum(mul(tiles, sizes.heads), 2 * PROGRAMS),),
-        args=(Pointer("out.0"), sums, Pointer("q"), keys, values, None, None, Pointer("cu_seqlens"), None, None, None,
-              None, tokens, sequences, *(Stride("q", axis) for axis in (1, 2, 3)), *placed),
+        args=(Pointer("out.0"), sums, None, None, Pointer("q"), keys, values, None, None, Pointer("cu_seqlens"),
+              None, None, None, None, tokens, sequences, *(Stride("q", axis) for axis in (1, 2, 3)), *placed),
         constants={
             "LEAST_QUERIES": 2,
             "PAGE_SIZE": 1,

@@ -497,6 +497,6 @@ def write_latent_kernel(  # type: ignore[no-untyped-def]
         dtype: tl.constexpr = cache_ptr.dtype.element_ty
         slot_ptr = cache_ptr + slot // PAGE_SIZE * cache_stride_p + slot % PAGE_SIZE * cache_stride_s
         latent = tl.load(latent_ptr + token * latent_stride_t + c * latent_stride_c, mask=c < LATENT)
-        tl.store(slot_ptr + c * cache_stride_c, rounded(latent, dtype, LIMIT), mask=c < LATENT)
+        tl.store(slot_ptr + c * cache_stride_c, rounded(latent, None, dtype, LIMIT), mask=c < LATENT)
         rope = tl.load(rope_ptr + token * rope_stride_t + r * rope_stride_r, mask=r < ROPE)
-        tl.store(slot_ptr + (LATENT + r) * cache_stride_c, rounded(rope, dtype, LIMIT), mask=r < ROPE)
+        tl.store(slot_ptr + (LATENT + r) * cache_stride_c, rounded(rope, None, dtype, LIMIT), mask=r < ROPE)

@@ -1,11 +1,20 @@
-"""What computes experts in few bits: what the definition does, one expert after the other."""
+"""What computes experts in few bits: Triton on GPUs; else each expert is dequantised when its tokens are multiplied.
+
+How Triton's kernels cut their work depends on how many tokens a step has. They don't know awq and gptq, whose matrices
+lie transposed, nor groups of fewer than 16 numbers.
+"""
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, mul
+from precast.kernels.experts.records import STEPS
+from precast.kernels.quantised_experts import launches
 from precast.kernels.quantised_experts.sizes import sizes_of
-from precast.kernels.records import Record, nothing, reference_on_cpu
+from precast.kernels.records import Condition, Record, nothing, reference_on_cpu
 from precast.kernels.use import Use
 
 _DEQUANTISED = 24
@@ -23,9 +32,43 @@ def _one_by_one(use: Use) -> Expr:
     return add(matrix, mul(sizes.pairs, each), mul(64, sizes.pairs), mul(64, sizes.num_experts))
 
 
+_TRITON: dict[str, Any] = {
+    "op": "precast.quantised_experts", "kind": "triton", "devices": ("cuda",), "min_capability": (8, 0),
+    "allocates": False, "dtypes": {"x": ("float16", "bfloat16", "float32")},
+    "takes": (
+        Condition(
+            f"one of {', '.join(launches.FORMATS)}, groups of 16 or a multiple of 32, sizes that are known at load",
+            launches.is_taken,
+        ),
+        Condition("compute capability 8.9 or higher for numbers of float8", launches.has_float8),
+    ),
+}  # fmt: skip
+_FEW = 2
+"""Up to so many tokens hardly two share an expert, so that three launches are better than four."""
+
+
+def _few(most: int) -> Record:
+    """Up to `most` tokens: each pair of a token and an expert reads its weights."""
+    return Record(
+        name="triton.quantised_experts_of_few", **_TRITON, sizes={"T": (0, most)}, workspace=launches.few_workspace,
+        runs=launches.few(),
+    )  # fmt: skip
+
+
+def _grouped(least: int, most: int | None) -> Record:
+    """Tokens in the order of experts."""
+    return Record(
+        name="triton.quantised_experts" + ("" if most is None else f"_to_{most}"), **_TRITON,
+        sizes={"T": (least, most)}, workspace=launches.grouped_workspace(most), runs=launches.grouped(most),
+    )  # fmt: skip
+
+
 _RUNS = "precast.kernels.quantised_experts.one_by_one:quantised_experts"
 
 RECORDS = (
+    _few(_FEW),
+    *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
+    _grouped(STEPS[-1] + 1, None),
     Record(
         name="torch.quantised_experts_of_read_groups", op="precast.quantised_experts", devices=("cuda",),
         control="host", workspace=_one_by_one, runs=_RUNS,

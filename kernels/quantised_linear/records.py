@@ -1,10 +1,18 @@
-"""What computes linear layers whose weights are in few bits."""
+"""What computes linear layers whose weights are in few bits: Triton on GPUs, in half precision; else the definition.
+
+How Triton's kernels cut their work depends on how many tokens a step has. GPUs below compute capability 8.9 have no
+instructions for float8: there the definition dequantises such a weight for each product.
+"""
 
 from __future__ import annotations
 
-from precast.ir.graph.schema import Expr
+from typing import Any
+
+from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, mul, numel
-from precast.kernels.records import reference
+from precast.kernels.quantised_linear import launches
+from precast.kernels.records import Condition, Record, reference
+from precast.kernels.rows import has_rows
 from precast.kernels.use import Use, numbers
 
 
@@ -18,4 +26,84 @@ def _dequantised(use: Use) -> Expr:
     return add(mul(value, values), mul(copies, numbers(use.operands["input"])), results)
 
 
-RECORDS = (reference("precast.quantised_linear", "quantised_linear.quantised_linear", _dequantised),)
+_FLOAT8 = (8, 9)
+"""The compute capability from which on there are instructions for it."""
+_LEAST_INPUTS = 16
+"""What tensor cores sum at a time."""
+_MOST_OFFSET = 128
+"""Values minus points are whole numbers that half precision holds."""
+
+
+def _has_float8(use: Use) -> bool:
+    kinds = [use.operands[name].type.dtype for name in ("weight", "scales")]
+    return use.target.capability >= _FLOAT8 or not (
+        "float8_e4m3fn" in kinds or str(use.constant("activation")).startswith("fp8")
+    )
+
+
+def _has_whole_words(use: Use) -> bool:
+    sizes, each = launches.sizes_of(use), launches.values_of_a_word(use)
+    offset, format = use.constant("zero_offset"), use.constant("format")
+    return (
+        sizes is not None
+        and sizes.inputs % each == 0
+        and (sizes.group % each == 0 or use.has("groups"))
+        and abs(int(offset or 0)) <= _MOST_OFFSET
+        and (format != "awq" or sizes.num_groups == 1 or launches.shared_inputs(sizes.group) >= _LEAST_INPUTS)
+        and not (use.constant("activation") == "fp8_group" and (use.has("groups") or format == "awq"))
+    )
+
+
+def _is_short(use: Use) -> bool:
+    inputs = use.number("input", -1)
+    return use.constant("activation") in (None, "none") or (inputs or 0) <= launches.LONGEST_ROUNDED
+
+
+def _has_plain_rows(use: Use) -> bool:
+    is_plain = use.constant("activation") in (None, "none") and use.operands["input"].is_contiguous
+    return is_plain and sum(size != 1 for size in use.shape("input")[:-1]) <= 1
+
+
+def _lie_side_by_side(use: Use) -> bool:
+    return all(operand.is_contiguous for name, operand in use.operands.items() if name != "input")
+
+
+_HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
+_TRITON: dict[str, Any] = {
+    "op": "precast.quantised_linear", "kind": "triton", "devices": ("cuda",), "min_capability": (8, 0),
+    "allocates": False, "dtypes": {"input": _HALF},
+    "takes": (
+        Condition("sizes that are known at load, and inputs and groups of whole words", _has_whole_words),
+        Condition("compute capability 8.9 or higher for float8", _has_float8),
+        Condition("parts of the weight in row-major order", _lie_side_by_side),
+        Condition("an input with at most two axes of more than one row", lambda use: has_rows(use, "input")),
+        Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that are rounded", _is_short),
+    ),
+}  # fmt: skip
+
+
+def _up_to(least: int, most: int | None) -> Record:
+    """Tiles for so many rows, which are no more than a step's tokens."""
+    return Record(
+        name="triton.quantised_linear" if most is None else f"triton.quantised_linear_to_{most}",
+        sizes={"T": (least, most)}, workspace=launches.workspace(most), runs=launches.launches(most), **_TRITON,
+    )  # fmt: skip
+
+
+_MANY = Record(
+    name="cublaslt.quantised_linear", op="precast.quantised_linear", kind="library", devices=("cuda",),
+    min_capability=(8, 0), allocates=False, dtypes=dict.fromkeys(("input", "bias"), _HALF),
+    sizes={"T": (launches.ROWS[-1] + 1, None)}, workspace=launches.dequantised_workspace, runs=launches.dequantised,
+    takes=(
+        *_TRITON["takes"][:3],
+        Condition("Triton, which dequantises", lambda use: "triton" in use.target.kinds),
+        Condition("an input that isn't rounded, without gaps, with rows along one axis", _has_plain_rows),
+    ),
+)  # fmt: skip
+_FROM = (0, *(most + 1 for most in launches.ROWS))
+RECORDS = (
+    *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),
+    _MANY,
+    _up_to(_FROM[-1], None),
+    reference("precast.quantised_linear", "quantised_linear.quantised_linear", _dequantised),
+)

@@ -29,6 +29,7 @@ def rotary_write_kv(use: Use) -> tuple[Launch, ...]:
                 *(Pointer(name) for name in ("q", "k", "v", "cos", "sin")),
                 *(None if name is None else Pointer(name) for name in weights),
                 *(Pointer(name) for name in ("k_cache", "v_cache", "slot_mapping")),
+                *(Pointer(name) if use.has(name) else None for name in ("k_scale", "v_scale")),
                 mul(*use.shape("k_cache")[:2]),
                 real(use, "eps"),
                 *(Stride(name, axis) for name in ("q", "k", "v") for axis in (1, 2, 3)),

@@ -21,7 +21,8 @@ def _rotary_write_kv(use: Use) -> Expr:
     """The heads normed and turned one after the other, wide copies of them, and what `write_kv` gathers and rounds."""
     q, k, v = (use.operands[name] for name in "qkv")
     heads = (add(size(x), mul(6 * wide(x), numbers(x))) for x in (q, k))
-    written = add(mul(8, add(numbers(k), numbers(v))), mul(64, use.shape("slot_mapping")[0]))
+    rounding = 16 if use.has("k_scale") else 8
+    written = add(mul(rounding, add(numbers(k), numbers(v))), mul(64, use.shape("slot_mapping")[0]))
     tables = mul(2 * wide(q), numbers(use.operands["cos"]))
     return add(largest(heads), size(k), written, tables)
 

@@ -1,4 +1,5 @@
-"""rotary_write_kv@1: q' = rotary(norm(q, q_weight)); write_kv(rotary(norm(k, k_weight)), v); returns q'.
+"""rotary_write_kv@1: q' = rotary(norm(q, q_weight)); write_kv(rotary(norm(k, k_weight)), v, by the
+scales that there are); returns q'.
 
 The norm is `rms_norm` over each head, with or without a weight, if `eps` is given, and else none. What each of these
 ops returns is rounded to its argument's dtype, as where they stand alone.
@@ -32,11 +33,14 @@ def rotary_write_kv(
     eps: float | None = None,
     offset: float = 0.0,
     cast_before_scale: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`q` [1, T, H, D], normed and turned by `cos`, `sin` [1, T, R]; of its dtype, new memory.
 
     `k` [1, T, K, D] likewise and `v` [1, T, K, Dv] are written into `k_cache` [P, S, K, D] and `v_cache` [P, S, K, Dv],
-    to `slot_mapping` [T] int64, as `write_kv` does. `q_weight` and `k_weight` are [D], of norms only.
+    to `slot_mapping` [T] int64, divided by `k_scale`, `v_scale` [1] float32, as `write_kv` does. `q_weight` and
+    `k_weight` are [D], of norms only.
     """
 
     def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -44,7 +48,7 @@ def rotary_write_kv(
             x = rms_norm(x, weight, eps=eps, offset=offset, cast_before_scale=cast_before_scale)
         return rotary(x, cos, sin, interleaved=interleaved)
 
-    write_kv(turned(k, k_weight), v, k_cache, v_cache, slot_mapping)
+    write_kv(turned(k, k_weight), v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return turned(q, q_weight)
 
 
@@ -52,12 +56,14 @@ ROTARY_WRITE_KV = OpSpec(
     name="precast.rotary_write_kv",
     axes={
         "q": "1 T H D", "k": "1 T K D", "v": "1 T K E", "cos": "1 T R", "sin": "1 T R", "q_weight": "D",
-        "k_weight": "D", "k_cache": "P S K D", "v_cache": "P S K E", "slot_mapping": "T",
+        "k_weight": "D", "k_cache": "P S K D", "v_cache": "P S K E", "slot_mapping": "T", "k_scale": "1",
+        "v_scale": "1",
     },
     results={"y": "1 T H D"},
     dtypes={
         **dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight"), FLOAT),
-        "k_cache": STORED, "v_cache": STORED, "slot_mapping": (torch.int64,),
+        "k_cache": STORED, "v_cache": STORED, "slot_mapping": (torch.int64,), "k_scale": (torch.float32,),
+        "v_scale": (torch.float32,),
     },
     reference=rotary_write_kv,
     tolerances=TWICE,

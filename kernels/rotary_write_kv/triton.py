@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton_write_kv import rounded
+from precast.kernels.attention.triton_write_kv import rounded, scales_of
 from precast.kernels.rms_norm.triton import scale_of, scaled
 from precast.kernels.rotary.triton import turned
 from precast.kernels.triton_chain import let_next_begin, wait_for_previous
@@ -77,6 +77,8 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr,
     v_cache_ptr,
     slot_mapping_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     num_slots,
     eps,
     q_stride_t,
@@ -157,14 +159,15 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
             k_ptr + token * k_stride_t + head * k_stride_h, is_head, k_stride_d, k_weight_ptr, k_weight_stride,
             cos, sin, eps, SIZE, PAIRS, INTERLEAVED, HAS_NORM, OFFSET, CAST_BEFORE_SCALE, BLOCK_R, BLOCK_REST,
         )  # fmt: skip
+        k_scale, v_scale = scales_of(k_scale_ptr, v_scale_ptr)
         dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
         keys = k_cache_ptr + page * k_cache_stride_p + offset * k_cache_stride_s + head * k_cache_stride_h
-        tl.store(keys + first * k_cache_stride_d, rounded(a, dtype, LIMIT), mask=is_written & (r < PAIRS))
-        tl.store(keys + second * k_cache_stride_d, rounded(b, dtype, LIMIT), mask=is_written & (r < PAIRS))
-        tl.store(keys + d * k_cache_stride_d, rounded(rest, dtype, LIMIT), mask=is_written & (d < SIZE))
+        tl.store(keys + first * k_cache_stride_d, rounded(a, k_scale, dtype, LIMIT), mask=is_written & (r < PAIRS))
+        tl.store(keys + second * k_cache_stride_d, rounded(b, k_scale, dtype, LIMIT), mask=is_written & (r < PAIRS))
+        tl.store(keys + d * k_cache_stride_d, rounded(rest, k_scale, dtype, LIMIT), mask=is_written & (d < SIZE))
 
         e = tl.arange(0, BLOCK_V)[None, :]
         in_value = e < VALUE_SIZE
         v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + e * v_stride_d, mask=is_head & in_value, other=0.0)
         values = v_cache_ptr + page * v_cache_stride_p + offset * v_cache_stride_s + head * v_cache_stride_h
-        tl.store(values + e * v_cache_stride_d, rounded(v, dtype, LIMIT), mask=is_written & in_value)
+        tl.store(values + e * v_cache_stride_d, rounded(v, v_scale, dtype, LIMIT), mask=is_written & in_value)

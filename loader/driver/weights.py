@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Dtype, Graph, Recipe, Tie
+from precast.ir.graph.schema import Dtype, Graph, Quantise, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.memory.strides import contiguous
-from precast.ir.weights import recipes
+from precast.ir.weights import recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.sources import Source
 from precast.ir.weights.tensorfile import element_bytes
@@ -56,7 +56,8 @@ _CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 class Planned(NamedTuple):
-    """How params are read from the files of a checkpoint: the plan, and which of its targets are made on the host."""
+    """How params are read from the files of a checkpoint: the plan, which of its targets are made on the host, and
+    which params are scales."""
 
     assembly: Assembly
     plan: Plan
@@ -66,6 +67,8 @@ class Planned(NamedTuple):
     """What is to be looked at, by target."""
     rounded: Check | None = None
     """Scales that may be rounded while they are read."""
+    scales: tuple[str, ...] = ()
+    """The params by which caches are divided."""
 
 
 class Made(Protocol):
@@ -82,7 +85,7 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     Raises WeightsError (weights-mismatch) with everything that doesn't fit.
     """
     stored = recipes.require(graph, rules, files)
-    assembly = param_parts(graph.params, lambda name: stored[name].dtype)
+    assembly = param_parts(scales.settled(graph.params, stored), lambda name: stored[name].dtype)
     sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
     plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
     on_host = {copy.target for job in plan.jobs for copy in job.copies}
@@ -90,7 +93,8 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     found = {check.param: check for check in checks(graph)}
     wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
     rounded = next((check for check in found.values() if is_rounded(check, lambda name: stored[name].dtype)), None)
-    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded)
+    divided_by = tuple(scales.names(graph.params))
+    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by)
 
 
 def planned_bytes(what: Planned) -> int:
@@ -105,7 +109,10 @@ def planned_bytes(what: Planned) -> int:
 def uncovered(what: Planned) -> str:
     """Why params aren't made here; empty if they are."""
     if what.assembly.computed:
-        return f"the checkpoint's tensors are quantised ({what.assembly.computed[0].recipe.format})"
+        first = what.assembly.computed[0].recipe
+        if isinstance(first, Quantise):
+            return "weights are quantised while they are read"
+        return f"the checkpoint's tensors are quantised ({first.format})"
     if what.rounded is not None:
         return f"{what.rounded.tensors[0]}: that {what.rounded.dtype} holds such scales is looked at by torch"
     for copy in (copy for job in what.plan.jobs for copy in job.copies):
@@ -199,7 +206,8 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> i
     """Bring all params to their places; the bytes that were read.
 
     Raises WeightsError (checkpoint-read) for a file that can't be read to its end or whose folder is stopped,
-    (checkpoint-changed) for one that somebody writes to, (weights-mismatch) for scales that are no numbers.
+    (checkpoint-changed) for one that somebody writes to, (weights-mismatch) for scales of weights that are no numbers,
+    (scale-invalid) for scales of caches that are no numbers above 0.
     """
     made = OnHost(what, params.at)
     parts = ring.parts()
@@ -207,8 +215,20 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> i
     num_bytes = share(what.plan.jobs, lambda: _worker(what, params, made, device, parts.pop()), threads, what.files)
     with device.use():
         made.move_all()
+        for target, value in what.assembly.filled.items():
+            upload(params.at[target], np.array([value], np.float32).view(np.uint8), None)
+            library.call("cuStreamSynchronize", None)
         library.call("cuStreamSynchronize", None)
+        scales.check({name: _number_at(params.buffers[name].pointer) for name in what.scales})
     return num_bytes
+
+
+def _number_at(address: int) -> float:
+    """The float32 number at an address of the device, whose work is done."""
+    found = np.empty(1, np.float32)
+    library.call("cuMemcpyAsync", found.ctypes.data, address, found.nbytes, None)
+    library.call("cuStreamSynchronize", None)
+    return float(found[0])
 
 
 class OnHost:

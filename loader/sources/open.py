@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 
+from precast.ir import limits
 from precast.ir.errors import RequestError, WeightsError, shown, shown_value
 from precast.ir.weights.sources import Folder, LocalFolder
 from precast.loader.sources.remote import RemoteFolder, Waits
@@ -27,8 +27,9 @@ def folder_of(checkpoint: str | os.PathLike[str], waits: Waits | None = None) ->
     """
     waits = waits or Waits()
     timeout = waits.timeout
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-        message = f"weights_timeout is {shown_value(timeout)}, expected seconds above 0"
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= limits.MAX_SECONDS:
+        expected = f"seconds above 0, and at most {limits.MAX_SECONDS}"
+        message = f"weights_timeout is {shown_value(timeout)}, expected {expected}"
         raise RequestError("engine-option-invalid", message)
     scheme = _SCHEME.match(checkpoint) if isinstance(checkpoint, str) else None
     if scheme is None:

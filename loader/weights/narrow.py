@@ -1,4 +1,4 @@
-"""A dequantised tensor of which a part is wanted, as one of fewer values: a rank reads no others.
+"""A tensor that is computed, of which a part is wanted, as one of fewer values: a rank reads no others.
 
 Values that share a scale, or a word, are kept together, so what is computed may be a little more than what is wanted.
 """
@@ -37,7 +37,11 @@ class _Extent(NamedTuple):
         return _Extent(self.start // unit, -(-self.end // unit))
 
 
-def narrowed(recipe: ir.Dequantise, shape: Shape, shapes: dict[str, Shape], view: View) -> tuple[ir.Dequantise, View]:
+Computation = ir.Dequantise | ir.Quantise
+"""What makes numbers of others while they are read."""
+
+
+def narrowed(recipe: Computation, shape: Shape, shapes: dict[str, Shape], view: View) -> tuple[Computation, View]:
     """The recipe for the rows and columns that `view` looks at, of the result `shape`, and the view of its result.
 
     `shapes` are those of the recipe's parts by name. What is no part of a matrix, or all of it, is returned as it is.
@@ -47,7 +51,11 @@ def narrowed(recipe: ir.Dequantise, shape: Shape, shapes: dict[str, Shape], view
         return recipe, view
     extents, axes = found
     rows, columns = extents[-2:]
-    made, rows, columns = _CUTS[recipe.format](recipe, shapes, rows, columns)
+    made: Computation
+    if isinstance(recipe, ir.Quantise):
+        made, rows, columns = _at_load(recipe, shapes["of"], rows, columns)
+    else:
+        made, rows, columns = _CUTS[recipe.format](recipe, shapes, rows, columns)
     size = (*shape[:-2], rows.end - rows.start, columns.end - columns.start)
     if size == shape:
         return recipe, view
@@ -94,6 +102,18 @@ def _in_blocks(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, c
         scales = _sliced(scales, shapes["scales"], dim, extent.over(unit))
         zeros = None if zeros is None else _sliced(zeros, shapes["zeros"], dim, extent.over(unit))
     return msgspec.structs.replace(recipe, of=of, scales=scales, zeros=zeros), wanted[0], wanted[1]
+
+
+def _at_load(recipe: ir.Quantise, of: Shape, rows: _Extent, columns: _Extent) -> tuple[ir.Quantise, _Extent, _Extent]:
+    """Whole blocks: a scale depends on all that has it."""
+    made, wanted = recipe.of, []
+    for dim, extent, unit in zip((-2, -1), (rows, columns), recipe.block, strict=True):
+        size = of[dim]
+        blocks = extent if recipe.part == "scales" else extent.over(unit)
+        taken = _Extent(blocks.start * unit, blocks.end * unit).within(size)
+        made = _sliced(made, of, dim, taken)
+        wanted.append(extent if recipe.part == "scales" else taken)
+    return msgspec.structs.replace(recipe, of=made), wanted[0], wanted[1]
 
 
 def _mxfp4(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:

@@ -21,7 +21,7 @@ from precast.ir.graph import schema as ir
 from precast.ir.graph import symbols
 from precast.ir.weights import quantised, recipes
 from precast.loader.weights import views
-from precast.loader.weights.narrow import narrowed
+from precast.loader.weights.narrow import Computation, narrowed
 from precast.loader.weights.views import Shape, View
 
 Region = tuple[tuple[int, int], ...]
@@ -63,11 +63,11 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Computed(msgspec.Struct, frozen=True):
-    """Elements of a dequantised tensor for elements of a target. `index`: all of them are in that part of its first
-    dimension, and `source` views that part alone.
+    """Elements of a dequantised tensor, or of a part of a quantised one, for elements of a target. `index`: all of them
+    are in that part of its first dimension, and `source` views that part alone.
     """
 
-    recipe: ir.Dequantise
+    recipe: Computation
     index: int | None
     source: View
     target: int
@@ -92,7 +92,8 @@ def param_parts(params: Iterable[ir.Param], stored_dtype: Callable[[str], str]) 
 
 
 class Assembly:
-    """The targets, and what fills them: parts of stored tensors, what is computed, and, after both, moves in order."""
+    """The targets, and what fills them: parts of stored tensors, what is computed, and, after both, moves in order;
+    float32 targets that are `filled` are one number."""
 
     def __init__(self, stored_dtype: Callable[[str], str]) -> None:
         self._stored_dtype = stored_dtype
@@ -100,15 +101,19 @@ class Assembly:
         self.parts: list[Part] = []
         self.computed: list[Computed] = []
         self.moves: list[Move] = []
+        self.filled: dict[int, float] = {}
 
     def add_param(self, param: ir.Param) -> None:
-        """A target for the param, and what fills it."""
+        """A target for the param, and what fills it; a scale that no tensor is has its default."""
         shape = _shape(param.recipe)
         if shape != param.type.shape:
             wanted = ", ".join(map(symbols.text, param.type.shape))
             raise BundleError("graph-invalid", f"its recipe makes {list(shape)}, expected [{wanted}]")
         target = self._add_target(Target(param.name, param.type.dtype, shape))
-        self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
+        if isinstance(param.recipe, ir.Scale):
+            self.filled[target] = param.recipe.default
+        else:
+            self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
 
     def add_inputs(self, computed: Computed) -> Inputs:
         """Temporary targets for what a computation reads, or for the part of it that `index` says."""
@@ -141,7 +146,8 @@ class Assembly:
                 kept = _conversions(self._stored_dtype(origin.tensor), (*inner, *casts))
                 self.parts.append(Part(origin.tensor, source, target, destination, kept))
             else:
-                self._compute(origin, source, target, destination, _conversions("float32", (*inner, *casts)))
+                kept = _conversions(_computed_dtype(origin), (*inner, *casts))
+                self._compute(origin, source, target, destination, kept)
         elif isinstance(recipe, ir.Slice):
             start, length = region[recipe.dim]
             moved = (start + _number(recipe.start), length)
@@ -163,7 +169,7 @@ class Assembly:
         elif isinstance(recipe, ir.Repeat):
             self._place_repeat(recipe, destination, region, target, casts)
         else:
-            assert isinstance(recipe, ir.Reshape), "verified: a tie is a recipe of its own"
+            assert isinstance(recipe, ir.Reshape), "verified: a tie or a scale is a recipe of its own"
             self._place_reshape(recipe, destination, region, target, casts)
 
     def _place_concat(self, recipe: ir.Concat, destination: View, region: Region, target: int, casts: Casts) -> None:
@@ -178,7 +184,7 @@ class Assembly:
                 self._place(part, views.narrow(destination, dim, low - first, high - low), inside, target, casts)
             begin = end
 
-    def _compute(self, recipe: ir.Dequantise, source: View, target: int, destination: View, casts: Casts) -> None:
+    def _compute(self, recipe: Computation, source: View, target: int, destination: View, casts: Casts) -> None:
         """Compute the elements that `source` views, and few others, one after the other in the first of three
         dimensions or more.
         """
@@ -234,16 +240,20 @@ def _runs(start: int, length: int, count: int) -> Iterator[tuple[int, int, int, 
         done += max(elements, 1) * copies
 
 
-def _inputs(recipe: ir.Dequantise) -> dict[str, ir.Recipe]:
+def _computed_dtype(recipe: Computation) -> ir.Dtype:
+    return "float8_e4m3fn" if isinstance(recipe, ir.Quantise) and recipe.part == "values" else "float32"
+
+
+def _inputs(recipe: Computation) -> dict[str, ir.Recipe]:
     """The parts of the recipe that are there, by name."""
-    return {name: part for name in quantised.PARTS if (part := getattr(recipe, name)) is not None}
+    return {name: part for name in quantised.PARTS if (part := getattr(recipe, name, None)) is not None}
 
 
-def _leaf(recipe: ir.Recipe) -> tuple[ir.Read | ir.Dequantise, View, Casts] | None:
+def _leaf(recipe: ir.Recipe) -> tuple[ir.Read | Computation, View, Casts] | None:
     """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
-    if isinstance(recipe, (ir.Read, ir.Dequantise)):
+    if isinstance(recipe, (ir.Read, ir.Dequantise, ir.Quantise)):
         return recipe, views.contiguous(_shape(recipe)), ()
-    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Repeat, ir.Tie)):
+    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Repeat, ir.Tie, ir.Scale)):
         return None
     leaf = _leaf(recipe.of)
     if leaf is None:

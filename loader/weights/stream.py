@@ -14,12 +14,13 @@ import msgspec
 import torch
 
 from precast.ir.errors import TargetError, WeightsError
-from precast.ir.graph.schema import Dequantise, Graph, Param, Recipe, TensorType, Tie
+from precast.ir.graph.schema import Dequantise, Graph, Param, Quantise, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
-from precast.ir.weights import recipes
+from precast.ir.weights import recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
+from precast.kernels.dequantise.quantise import quantised
 from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
@@ -63,26 +64,38 @@ def load_weights(
     `whole` is the graph before it was bound, where it may read tensors that this rank has no part of.
     `buffers` that were made beforehand save the time that pinning takes. Recipes and headers are compared before
     memory is taken or a tensor read. Raises WeightsError (weights-mismatch) with everything that does not fit, and
-    for scales that are no numbers, (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed)
-    for one that somebody writes to; TargetError (device-memory) if the params don't fit a GPU.
+    for scales of weights that are no numbers, (scale-invalid) for scales of caches that are no numbers above 0,
+    (checkpoint-read) for a file that can't be read to its end, (checkpoint-changed) for one that somebody writes to;
+    TargetError (device-memory) if the params don't fit a GPU.
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
         stored = recipes.require(graph, rules, files, whole=whole)
+        params = scales.settled(graph.params, stored)
         _check_room(params_bytes(graph), device)  # what is planned grows with it
-        assembly = param_parts(graph.params, lambda name: stored[name].dtype)
+        assembly = param_parts(params, lambda name: stored[name].dtype)
         sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
         plan = plan_reads(assembly, stored.__getitem__, sizes)
         memory = _allocate(plan.targets, device)
         counts = [(read_all(plan, memory, pinned, files), plan.bytes_needed)]
         counts += [_round(part, memory, stored, pinned, files, sizes) for part in _in_rounds(assembly.computed, stored)]
         move_all(plan, memory)
+    for target, value in assembly.filled.items():
+        memory[target].view(torch.float32).fill_(value)
     bytes_read, bytes_needed = (sum(column) for column in zip(*counts, strict=True))
     tensors = dict(zip((target.name for target in plan.targets), _typed(plan.targets, memory), strict=True))
     recipe_of = {param.name: param.recipe for param in graph.params}
     made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
+    _check_scales(graph, made)
     _check_stored(graph, made)
     _check_exact(graph, made, files, stored, device)
     return Weights(made, bytes_read, bytes_needed)
+
+
+def _check_scales(graph: Graph, made: Mapping[str, torch.Tensor]) -> None:
+    names = scales.names(graph.params)
+    if names:
+        found = torch.cat([made[name] for name in names]).tolist()
+        scales.check(dict(zip(names, found, strict=True)))
 
 
 def _check_stored(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -139,17 +152,24 @@ def _round(
     """Read what these computations need, make them, and forget it; the bytes read, and those needed."""
     assembly = Assembly(lambda name: stored[name].dtype)
     inputs = [assembly.add_inputs(each) for each in computed]
+    assert not assembly.computed, "verified: what is computed is made of what is stored"
     plan = plan_reads(assembly, stored.__getitem__, sizes)
     read = _allocate(plan.targets, buffers.device)
     num_bytes = read_all(plan, read, buffers, files)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
     for each, places in zip(computed, inputs, strict=True):
-        made = _values(each.recipe, {name: tensors[place] for name, place in places.items()})
+        made = _made(each.recipe, {name: tensors[place] for name, place in places.items()})
         source = strided(made.contiguous().flatten(), each.source)
         copy_converted(source, memory[each.target], each.destination, each.casts)
         del made, source  # before the next is made
     return num_bytes, plan.bytes_needed
+
+
+def _made(recipe: Dequantise | Quantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if isinstance(recipe, Quantise):
+        return quantised(parts["of"], recipe.part, recipe.block)
+    return _values(recipe, parts)
 
 
 def _values(recipe: Dequantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from precast.ir import limits
 from precast.ir.errors import RequestError, shown_value
 
 
@@ -32,7 +32,8 @@ def timeouts_of(changes: Mapping[str, float] | None) -> Timeouts:
             found = f"timeouts has {shown_value(name)}, expected {', '.join(Timeouts._fields)}"
             raise RequestError("engine-option-invalid", found)
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not is_number or not 0 < seconds < math.inf:
-            found = f"the timeout {name} is {shown_value(seconds)}, expected seconds above 0"
+        if not is_number or not 0 < seconds <= limits.MAX_SECONDS:
+            expected = f"seconds above 0, and at most {limits.MAX_SECONDS}"
+            found = f"the timeout {name} is {shown_value(seconds)}, expected {expected}"
             raise RequestError("engine-option-invalid", found)
     return Timeouts()._replace(**(changes or {}))

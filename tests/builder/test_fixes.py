@@ -50,7 +50,7 @@ def config_file(folder: Path, text: str) -> Path:
     [
         ("{", "config.json is no JSON", "correct the file, or download it again"),
         ("[]", "config.json is no JSON object", "correct the file, or download it again"),
-        ("{}", "config.json names no model_type", "add the model_type of the model's kind, such as llama"),
+        ("{}", "the config's model_type is missing", "correct it in config.json: it says of what kind the model is"),
         (
             json.dumps({"model_type": "llama", "hidden_size": "wide"}),
             "transformers refuses the config",

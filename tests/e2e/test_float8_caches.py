@@ -1,4 +1,5 @@
-"""Keys, values and latents of 8 bits: the tokens are those of transformers with a cache that rounds what it keeps.
+"""Keys, values and latents of 8 bits: the tokens are those of transformers with a cache that rounds what it keeps, with
+or without the scales of a quantised checkpoint.
 
 That cache is transformers' own, whose `update` hands back what is rounded, a prompt's own keys too. What comes out must
 not depend on how a prompt was cut into chunks, who was preempted, or whose prefix was reused.
@@ -9,12 +10,14 @@ by a thousandth. Exact keys and values make them differ by several hundredths.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -41,24 +44,35 @@ TIE = 0.03
 """Logits nearer than this, in standard deviations, are equal."""
 
 
-class Float8Cache(DynamicCache):
-    """Keeps keys, values, latents and what these are selected by as float8_e4m3fn would: rounded, saturated, in
-    float32."""
+Scales = list[tuple[float, float]]
+"""Of the keys and the values of each layer."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().update(rounded(key_states), rounded(value_states), *args, **kwargs)
+
+class Float8Cache(DynamicCache):
+    """Keeps keys, values, latents and what these are selected by as float8_e4m3fn would: divided by scales, rounded,
+    saturated; in float32, and times the scales again."""
+
+    scales: Scales
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        k_scale, v_scale = self.scales[layer_idx]
+        kept = rounded(key_states, k_scale), rounded(value_states, v_scale)
+        return super().update(*kept, layer_idx, *args, **kwargs)
 
     def update_indexer(self, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().update_indexer(rounded(key_states), *args, **kwargs)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+def rounded(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-def float8_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+def float8_logits(model: Any, tokens: Sequence[int], scales: Scales | None = None) -> torch.Tensor:
     """transformers' logits `[T, V]` over such a cache, computed at once."""
     cache = Float8Cache(config=model.config)
+    cache.scales = scales or [(1.0, 1.0)] * model.config.num_hidden_layers
     with torch.no_grad():
         return model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True).logits[0].clone()
 
@@ -71,10 +85,61 @@ def test_tokens_are_those_of_transformers_with_a_cache_of_8_bits(model_type: str
     bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", page_size=8, kv_dtype="fp8_e4m3")
     assert_planned(bundle, model_type)
 
+    assert_answers(tmp_path, model)
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "modelopt": {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["re:.*"],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        }},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+    },
+}  # fmt: skip
+"""Configs that say of keys and values alone that they are quantised."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of the models' own code
+@pytest.mark.parametrize(
+    ("model_type", "method", "name"),
+    [
+        ("llama", "modelopt", "{}_proj.{}_scale"),
+        ("gemma4_text", "compressed-tensors", "{1}_scale"),
+        ("gpt_oss", "compressed-tensors", "{}_proj.output_scale"),
+    ],
+)
+def test_scales_of_the_checkpoint_count(model_type: str, method: str, name: str, tmp_path: Path) -> None:
+    """By the config alone: nobody asks for 8 bits. No scale is a power of two, and some keys saturate."""
+    model = random_model(shrink(CONFIG_MAPPING[model_type]()))
+    scales = [(0.011 * (layer + 1), 0.007 * (layer + 2)) for layer in range(model.config.num_hidden_layers)]
+    model.save_pretrained(tmp_path / "ckpt")
+    stored = {
+        f"model.layers.{layer}.self_attn." + name.format(which, which): torch.tensor(scale)
+        for layer, pair in enumerate(scales)
+        for which, scale in zip("kv", pair, strict=True)
+    }
+    add_to_checkpoint(tmp_path / "ckpt", stored, QUANTISED[method])
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", page_size=8)
+    assert_planned(bundle, model_type)
+
+    assert_answers(tmp_path, model, scales)
+
+
+def add_to_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], quantised: dict[str, Any]) -> None:
+    """More tensors for a checkpoint of one file, and what its config says of them."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(file) | tensors, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantised}))
+
+
+def assert_answers(tmp_path: Path, model: Any, scales: Scales | None = None) -> None:
+    """The likeliest tokens, whatever the chunks; prefixes are reused, and who was preempted goes on."""
     answers = []
     for chunk in CHUNKS:
         with loaded(tmp_path, chunk, sequences=12) as engine:
-            assert_logits(engine, model)
+            assert_logits(engine, model, scales)
             answers += [answered(engine), answered(engine)]
             assert engine.stats.tokens_reused > 0
     with loaded(tmp_path, CHUNKS[0], sequences=1) as engine:
@@ -84,12 +149,12 @@ def test_tokens_are_those_of_transformers_with_a_cache_of_8_bits(model_type: str
         assert engine.stats.preemptions > 0
 
     found = {(*prompt, *tokens) for answer in answers for prompt, tokens in zip(PROMPTS, answer, strict=True)}
-    assert all(is_likeliest(model, list(tokens)) for tokens in found)
+    assert all(is_likeliest(model, list(tokens), scales) for tokens in found)
 
 
-def is_likeliest(model: Any, tokens: list[int]) -> bool:
+def is_likeliest(model: Any, tokens: list[int], scales: Scales | None) -> bool:
     """Whether each of the last `NUM_TOKENS` tokens is the likeliest one after those before it."""
-    logits = float8_logits(model, tokens[:-1])[-NUM_TOKENS:]
+    logits = float8_logits(model, tokens[:-1], scales)[-NUM_TOKENS:]
     chosen = logits.gather(1, torch.tensor(tokens[-NUM_TOKENS:])[:, None])[:, 0]
     return bool((chosen >= logits.max(1).values - TIE * logits.std(1)).all())
 
@@ -101,10 +166,10 @@ def assert_planned(bundle: Bundle, model_type: str) -> None:
     assert any(isinstance(spec, LatentSpec) for spec in specs) == model_type.startswith("deepseek_v3")
 
 
-def assert_logits(engine: Engine, model: Any) -> None:
+def assert_logits(engine: Engine, model: Any, scales: Scales | None) -> None:
     """They are those over rounded keys and values, which are not those over exact ones."""
     prompt = PROMPTS[0]
-    expected, (exact,) = float8_logits(model, prompt), hf_logits(model, [prompt])
+    expected, (exact,) = float8_logits(model, prompt, scales), hf_logits(model, [prompt])
     assert relative_error(exact, expected) > 2e-2
     assert relative_error(engine.logits(prompt), expected) < relative_error(exact, expected) / 10
 

@@ -28,10 +28,12 @@ from precast.ir.graph.schema import (
     Dequantise,
     Each,
     Param,
+    Quantise,
     Read,
     Recipe,
     Repeat,
     Reshape,
+    Scale,
     Slice,
     Stack,
     TensorType,
@@ -78,6 +80,8 @@ _RECIPES: dict[str, Recipe] = {
     "nvfp4": Cast(_NVFP4, "bfloat16"),
     "packed4": Cast(_PACKED4, "bfloat16"),
     "int8": Cast(_INT8, "bfloat16"),
+    "quantise": Quantise(Read("a", (5, 7)), "values", (2, 3)),
+    "scale": Scale(("a.k_scale", "a.k_proj.k_scale")),
 }
 _ROPE = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0}
 _CONFIG = {

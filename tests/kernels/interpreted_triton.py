@@ -80,12 +80,17 @@ def has_cache_of(sample: Sample, dtype: torch.dtype) -> bool:
 
 
 def without_rounding(sample: Sample) -> Sample:
-    """The sample with values that its cache of 8 bits holds, or that are too large for it."""
+    """The sample with values that its cache of 8 bits holds, or that are too large for it; scales are powers of two."""
     if not has_cache_of(sample, FLOAT8):
         return sample
-    return sample | {
-        name: torch.where(x.abs() > 448, x, rounded(x, FLOAT8).to(x.dtype)) for name in "kv" for x in [sample[name]]
-    }
+    scales = {"k_scale": torch.tensor([0.25]), "v_scale": torch.tensor([8.0])} if "k_scale" in sample else {}
+    return sample | scales | {name: held(sample[name], scales.get(f"{name}_scale")) for name in "kv"}
+
+
+def held(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    stored = x.float() if scale is None else x.float() / scale
+    stored = torch.where(stored.abs() > 448, stored, rounded(stored, FLOAT8).float())
+    return (stored if scale is None else stored * scale).to(x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +219,10 @@ def test_odd_sizes(
         (torch.float32, 7, 1, 80, 72, 5, {"window": 65, "cut": True}),
         (torch.float16, 6, 2, 24, 40, 1, {"slopes": True, "soft_cap": 4.0, "padding": 5}),
         (torch.float32, 1, 1, 256, 256, 32, {"chunk": 37, "sinks": True}),
+        (torch.float16, 4, 1, 64, 64, 16, {"k_scale": 0.06, "v_scale": 3.1}),
+        (torch.float32, 7, 1, 80, 72, 5, {"window": 65, "cut": True, "k_scale": 5.7, "v_scale": 0.4, "sinks": True}),
+        (torch.float16, 6, 2, 24, 40, 1, {"slopes": True, "soft_cap": 4.0, "k_scale": 0.7, "v_scale": 1.2}),
+        (torch.float32, 2, 2, 16, 16, 7, {"soft_cap": 4.0, "k_scale": 2.3, "v_scale": 0.2}),
     ],
     ids=str,
 )
@@ -233,6 +242,7 @@ def test_odd_sizes_of_float8(
         more = more | {"sinks": draw.normal(heads)}
     if "slopes" in more:
         more = more | {"slopes": draw.uniform(heads, dtype=torch.float32)}
+    more = more | {name: draw.of([more[name]], torch.float32) for name in ("k_scale", "v_scale") if name in more}
     sample = paged_sample(
         draw, MIXED, heads=heads, kv_heads=kv_heads, size=size, value=value, page_size=page_size,
         cache_dtype=FLOAT8, **more,

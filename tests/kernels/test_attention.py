@@ -18,6 +18,8 @@ from transformers.masking_utils import chunked_causal_mask_function
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
+from transformers.models.inkling.modeling_inkling import eager_attention_forward as inkling_attention
 
 from precast.kernels import registry
 from precast.kernels.attention import attention as reference
@@ -122,6 +124,34 @@ def test_slopes_come_before_the_soft_cap_and_sinks_after_it(attention: Callable[
     weights = torch.tensor([2 * math.tanh(-1.5), 0.0, 0.0]).exp()
 
     close(found.flatten(), torch.stack([torch.tensor(0.5), weights[0] / weights.sum()]))
+
+
+@each_packed
+@pytest.mark.parametrize("extent", [1, 4, 9, 30])
+def test_a_bias_by_distance_is_inklings(attention: Callable[..., torch.Tensor], extent: int) -> None:
+    q, k, v = qkv(9, 6, 2, 16)
+    relative = InklingRelativeLogits(3, extent)
+    torch.nn.init.normal_(relative.proj)
+    states, position = torch.randn(1, 9, 6, 3), torch.arange(9)
+    mask = torch.zeros(9, 9).masked_fill(~visible_keys(position, position, None), float("-inf"))
+    module = SimpleNamespace(num_key_value_groups=3, training=False)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    bias = relative(states, position, position)
+    expected, _ = inkling_attention(module, *heads_first, mask, scaling=0.25, position_bias=bias)
+
+    close(attention(q, k, v, None, bounds(9), scale=0.25, bias=states @ relative.proj), expected)
+
+
+@each_packed
+def test_each_sequence_has_the_bias_of_its_own_queries(attention: Callable[..., torch.Tensor]) -> None:
+    q, k, v = qkv(14, 4, 2, 16)
+    bias = torch.randn(1, 14, 4, 6)
+    found = attention(q, k, v, None, bounds(5, 0, 1, 8), scale=0.25, window=7, bias=bias)
+
+    for first, end in ((0, 5), (5, 6), (6, 14)):
+        alone = (x[:, first:end] for x in (q, k, v))
+        expected = reference.attention(*alone, None, bounds(end - first), scale=0.25, window=7, bias=bias[:, first:end])
+        close(found[:, first:end], expected)
 
 
 @each_packed
@@ -344,3 +374,22 @@ def test_half_precision_stays_near_the_float32_result(slopes: torch.Tensor | Non
         half = sample | {name: sample[name].to(dtype) for name in ("q", "k_cache", "v_cache")}
         for function in (paged_reference, batched.paged_attention):
             torch.testing.assert_close(function(**half).float(), expected, rtol=0, atol=atol)
+
+
+@each_paged
+def test_scales_are_those_of_keys_and_values(paged_attention: Callable[..., torch.Tensor]) -> None:
+    """As if the cache held what its values stand for, with all that comes between scores and weights."""
+    draw = Draw(torch.float32, CPU)
+    k_scale, v_scale = torch.tensor([0.3]), torch.tensor([1.7])
+    more = {"sinks": draw.normal(6), "slopes": draw.uniform(6), "soft_cap": 3.0, "window": 7, "padding": 2}
+    for extras in ({}, more):
+        sample = paged_sample(
+            draw, [(5, 9), (1, 20), (1, 3)], heads=6, kv_heads=2, size=16, page_size=4,
+            cache_dtype=torch.float8_e4m3fn, **extras,
+        )  # fmt: skip
+        plain = sample | {
+            "k_cache": sample["k_cache"].float() * k_scale,
+            "v_cache": sample["v_cache"].float() * v_scale,
+        }
+
+        close(paged_attention(**sample, k_scale=k_scale, v_scale=v_scale), paged_reference(**plain))

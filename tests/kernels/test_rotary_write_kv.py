@@ -65,7 +65,8 @@ def test_it_is_the_ops_one_after_the_other(dtype: torch.dtype, copied: Callable[
                 rule = {"cast_before_scale": False, "eps": apart["eps"], **rule}
                 turned[name] = rms_norm(apart[name], apart[f"{name}_weight"], **rule)
             turned[name] = rotary(turned[name], apart["cos"], apart["sin"], interleaved=apart["interleaved"])
-        write_kv(turned["k"], apart["v"], apart["k_cache"], apart["v_cache"], apart["slot_mapping"])
+        scales = {name: apart[name] for name in ("k_scale", "v_scale") if name in apart}
+        write_kv(turned["k"], apart["v"], apart["k_cache"], apart["v_cache"], apart["slot_mapping"], **scales)
         found = rotary_write_kv(**sample)
 
         assert torch.equal(found, turned["q"])

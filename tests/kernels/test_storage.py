@@ -74,6 +74,18 @@ class Writers:
         found = [cache.cpu().view(torch.uint8).view(count, 8).flip(0) for cache in caches]
         return [each.view(FLOAT8) for each in found]
 
+    def scaled(self, rows: torch.Tensor, *scales: torch.Tensor) -> list[torch.Tensor]:
+        """What keys and values are stored as, divided by these scales."""
+        count = len(rows)
+        new = rows.to(self.device).view(1, count, 2, 4)
+        caches = [torch.zeros(count, 1, 2, 4, device=self.device).to(FLOAT8) for _ in "kv"]
+        k_scale, v_scale = (scale.to(self.device) for scale in scales)
+        self.ops["precast.write_kv"](
+            k=new, v=new, k_cache=caches[0], v_cache=caches[1], slot_mapping=torch.arange(count, device=self.device),
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        return [cache.cpu().view(torch.uint8).view(count, 8).view(FLOAT8) for cache in caches]
+
 
 @pytest.fixture(params=["reference", "fast"])
 def writers(request: pytest.FixtureRequest, device: torch.device) -> Writers:
@@ -110,6 +122,18 @@ def test_what_is_too_large_saturates(writers: Writers, dtype: torch.dtype) -> No
 
     for found in writers.written(rows):
         assert found.float().tolist() == [[LIMIT] * 8, [-LIMIT] * 8]
+
+
+@each_dtype
+def test_a_scale_divides_before_anything_is_rounded(writers: Writers, dtype: torch.dtype) -> None:
+    """In float32; what is too large then saturates."""
+    draw = Draw(torch.float32, torch.device("cpu"))
+    rows = draw.normal(60, 8, scale=30.0).to(dtype)
+    rows[0] = torch.tensor([3000.0, -3000.0, 0.0, 134.4, 143.9, 144.0, 1e-4, -1e-3]).to(dtype)
+    k_scale, v_scale = torch.tensor([0.3]), torch.tensor([7.1])
+
+    for found, scale in zip(writers.scaled(rows, k_scale, v_scale), (k_scale, v_scale), strict=True):
+        assert torch.equal(found.float(), nearest((rows.float() / scale).clamp(-LIMIT, LIMIT)))
 
 
 def test_nan_stays_nan(writers: Writers) -> None:

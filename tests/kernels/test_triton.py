@@ -40,6 +40,7 @@ SHARED_BYTES = 160 * 1024
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "launched_without_torch.py", "fused_steps.py",
     "routed_experts.py", "launched_states.py", "launched_recurrences.py", "launched_latents.py", "hopper_attention.py",
+    "launched_quantised_linear.py", "launched_quantised_experts.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
@@ -132,7 +133,7 @@ def paged_use(
     capability: tuple[int, int], dtype: Dtype, heads: int, kv_heads: int, size: int, *, value: int | None = None,
     cache: Dtype | None = None, more: tuple[str, ...] = (), **reach: int,
 ) -> Use:  # fmt: skip
-    """Paged attention in a graph; of `more`, sinks and slopes are tensors, and a soft cap is a number."""
+    """Paged attention in a graph; of `more`, sinks, slopes and scales are tensors, and a soft cap is a number."""
     ints, bounds = TensorType("int32", ("B",)), TensorType("int32", (add("B", 1),))
     types = {
         "q": TensorType(dtype, (1, "T", heads, size)),
@@ -145,6 +146,8 @@ def paged_use(
         types["sinks"] = TensorType(dtype, (heads,))
     if "slopes" in more:
         types["slopes"] = TensorType("float32", (heads,))
+    if "scales" in more:
+        types |= dict.fromkeys(("k_scale", "v_scale"), TensorType("float32", (1,)))
     numbers = {"scale": size**-0.5, **reach, **({"soft_cap": 30.0} if "soft_cap" in more else {})}
     args = {**{name: Ref(name) for name in types}, **{name: Const(number) for name, number in numbers.items()}}
     results = (Value("y", TensorType(dtype, (1, "T", heads, value or size))),)
@@ -162,6 +165,8 @@ def paged_use(
         paged_use((8, 0), "float16", 7, 1, 80, value=64, more=("slopes", "soft_cap"), chunk=100),
         paged_use((9, 0), "float32", 4, 4, 128, more=("sinks", "slopes", "soft_cap"), window=100),
         paged_use((8, 9), "float16", 256, 2, 512, cache="float8_e4m3fn"),
+        paged_use((9, 0), "bfloat16", 32, 8, 128, cache="float8_e4m3fn", more=("scales",)),
+        paged_use((9, 0), "bfloat16", 16, 8, 256, cache="float8_e4m3fn", more=("scales", "soft_cap"), window=64),
     ],
     ids=lambda use: f"{use.node.outputs[0].type.dtype} {use.shape('q')[2:]} {use.target.text}",
 )
@@ -202,18 +207,26 @@ def test_warps_with_roles_keep_all_in_registers(size: int, stages: int, tmp_path
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    ("new", "cache"),
-    [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp8e4nv"), ("fp16", "fp8e4nv"), ("fp32", "fp8e4nv")],
-)
-def test_write_kv_compiles_for_hopper(new: str, cache: str) -> None:
+    ("new", "cache", "scaled"),
+    [
+        ("bf16", "bf16", False), ("fp32", "bf16", False), ("bf16", "fp8e4nv", False), ("fp16", "fp8e4nv", False),
+        ("fp32", "fp8e4nv", False), ("bf16", "fp8e4nv", True), ("fp32", "fp8e4nv", True),
+    ],
+)  # fmt: skip
+def test_write_kv_compiles_for_hopper(new: str, cache: str, scaled: bool) -> None:
     from precast.kernels.attention import triton_write_kv
 
     kernel = triton_write_kv.write_kv_kernel
-    constants = {"PAGE_SIZE": 16, "SIZE": 80, "VALUE_SIZE": 64, "BLOCK_D": 128, "BLOCK_V": 64}
+    constants: dict[str, Any] = {"PAGE_SIZE": 16, "SIZE": 80, "VALUE_SIZE": 64, "BLOCK_D": 128, "BLOCK_V": 64}
     constants["LIMIT"] = 448.0 if cache == "fp8e4nv" else 0.0
     pointers = {"slot_mapping_ptr": "*i64"}
     pointers |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{new}")
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), f"*{cache}")
+    scales = ("k_scale_ptr", "v_scale_ptr")
+    if scaled:
+        pointers |= dict.fromkeys(scales, "*fp32")
+    else:
+        constants |= dict.fromkeys(scales)
 
     found = compiled(kernel, constants, pointers, {}).asm
 
@@ -221,6 +234,8 @@ def test_write_kv_compiles_for_hopper(new: str, cache: str) -> None:
     # One conversion to float8, by the hardware, which rounds to nearest even; numbers were limited before.
     assert ("cvt.rn.satfinite.e4m3x2.f32" in found["ptx"]) == (cache == "fp8e4nv")
     assert ("min.NaN" in found["ptx"]) == (cache == "fp8e4nv")
+    # Divided as the reference divides, not by a product with the inverse.
+    assert ("div.rn.f32" in found["ptx"]) == scaled
 
 
 def latent_use(capability: tuple[int, int], dtype: Dtype, heads: int, cache: Dtype | None = None) -> Use:

@@ -186,12 +186,12 @@ def _write(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = No
     }  # fmt: skip
 
 
-def _write_kv(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+def _write_kv(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None, **scales: Any) -> Sample:
     count = _tokens(sequences)
     return {
         "k": _normal(dtype, 1, count, 4, 64), "v": _normal(dtype, 1, count, 4, 48),
         "k_cache": _normal(kv or dtype, 100, 16, 4, 64), "v_cache": _normal(kv or dtype, 100, 16, 4, 48),
-        "slot_mapping": torch.arange(count),
+        "slot_mapping": torch.arange(count), **scales,
     }  # fmt: skip
 
 
@@ -309,6 +309,7 @@ def _reduced(sequences: Sequences, dtype: torch.dtype, **how: Any) -> Sample:
 
 ALONG_ROWS = {"dim": -1, "size": 1}
 FLOAT8 = {"kv": torch.float8_e4m3fn}
+SCALES = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
 
 
 CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
@@ -325,6 +326,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "attention": ("paged_attention", _attention, {}, 1.15),
     "attention, capped": ("paged_attention", _attention, {"soft_cap": 30.0}, 1.6),
     "attention, 8 bits": ("paged_attention", _attention, FLOAT8, 1.2),
+    "attention, scaled": ("paged_attention", _attention, {**FLOAT8, **SCALES}, 1.2),
     "attention, capped, 8 bits": ("paged_attention", _attention, {**FLOAT8, "soft_cap": 30.0}, 1.6),
     "latent attention": ("paged_latent_attention", _latent_attention, {}, 1.6),
     "latent attention, 8 bits": ("paged_latent_attention", _latent_attention, FLOAT8, 1.6),
@@ -341,6 +343,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "write latent, 8 bits": ("write_latent", _write, FLOAT8, 1.05),
     "write kv": ("write_kv", _write_kv, {}, 1.25),
     "write kv, 8 bits": ("write_kv", _write_kv, FLOAT8, 1.15),
+    "write kv, scaled": ("write_kv", _write_kv, {**FLOAT8, **SCALES}, 1.3),
     **{
         f"{name}, without a cache": (name, _without_states, {"make": make}, tolerance)
         for name, make, tolerance in (

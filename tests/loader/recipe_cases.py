@@ -20,6 +20,7 @@ from precast.ir.graph.schema import (
     Expr,
     Graph,
     Param,
+    Quantise,
     Read,
     Recipe,
     Repeat,
@@ -71,6 +72,8 @@ def evaluate(
                 return torch.stack([make(ir_recipes.nth(part, i)) for i in range(part.count)], part.dim)
             case Dequantise():
                 return quantised.dequantised(part, [make(each) for each in ir_recipes.parts(part)])
+            case Quantise():
+                return quantised.part_of_fp8(make(part.of), part.part, part.block)
             case Tie():
                 raise AssertionError("a tie makes nothing")
 
@@ -115,7 +118,7 @@ class Made(NamedTuple):
 def recipe_sets(draw: st.DrawFn, *, quantised: bool = False) -> tuple[dict[str, Recipe], Tensors]:
     """One to three params, and the tensors that they read; params may read the same tensors."""
     tensors: Tensors = {}
-    firsts = (_read, _experts, _quantised) if quantised else (_read, _read, _experts)
+    firsts = (_read, _experts, _quantised, _quantised_at_load) if quantised else (_read, _read, _experts)
     recipes = {f"p{i}": draw(_made(tensors, firsts)).recipe for i in range(draw(st.integers(1, 3)))}
     return recipes, tensors
 
@@ -155,6 +158,19 @@ def _quantised(draw: st.DrawFn, tensors: Tensors) -> Made:
     tensors[name + ".scale"] = (torch.arange(math.prod(scales)) * 0.013 + 0.1).reshape(scales)
     made = Dequantise(read(name, tensors), read(name + ".scale", tensors), "fp8", block)
     return Made(made, shape, "float32")
+
+
+@st.composite
+def _quantised_at_load(draw: st.DrawFn, tensors: Tensors) -> Made:
+    """Values or scales of two matrices or one, of which blocks are zeros."""
+    shape = (*draw(st.sampled_from(((), (2,)))), draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+    block = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    name, dtype = f"wide.{len(tensors)}", draw(st.sampled_from(FLOATS))
+    tensors[name] = ((torch.arange(math.prod(shape)) * 0.9 - 20).clamp(min=0)).reshape(shape).to(dtypes.BY_NAME[dtype])
+    which = draw(st.sampled_from(("values", "scales")))
+    made = Quantise(read(name, tensors, any_float=draw(st.booleans())), which, block)
+    found = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1])) if which == "scales" else shape
+    return Made(made, found, "float32" if which == "scales" else "float8_e4m3fn")
 
 
 @st.composite

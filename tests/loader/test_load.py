@@ -19,7 +19,7 @@ from tokenizers_by_hand import letters
 from precast.ir import artifact
 from precast.ir.artifact import Bundle, ops_of, write_bundle
 from precast.ir.encoding import FORMAT
-from precast.ir.errors import BundleError, PrecastError, RequestError, WeightsError
+from precast.ir.errors import BundleError, PrecastError, RequestError, TargetError, WeightsError
 from precast.ir.graph.schema import Call, CapturePlan, Const, Graph, Node, Ref, TensorType, Value
 from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
 from precast.loader.collector import collector_held
@@ -217,6 +217,12 @@ def test_a_graph_without_logits_is_refused_before_a_tensor_is_read(
     assert [phase.name for phase in timeline.phases] == ["import", "context", "bundle"]
 
 
+def test_a_native_layer_that_is_asked_for_is_not_passed_over_on_a_cpu(bundle: Path, checkpoint: Path) -> None:
+    with pytest.raises(TargetError, match="--allow-native is given, and the device is cpu") as error:
+        load(bundle, weights=checkpoint, device="cpu", native=Bundle.open(bundle).digest)
+    assert error.value.code == "native-refused"
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
@@ -306,6 +312,8 @@ def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, chec
         ({"max_num_tokens": 1.5}, "max_num_tokens is 1.5"),
         ({"cache_bytes": 0}, "cache_bytes is 0"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens is 0, expected an integer of at least 1"),
+        ({"world_port": 0}, "world_port is 0, expected a port from 1 to 65535"),
+        ({"world_port": 65536, "tp": 2}, "world_port is 65536, expected a port from 1 to 65535"),
         ({"device": "gpu"}, "device is 'gpu', expected 'cpu', 'cuda'"),
         ({"device": 3.5}, "device is 3.5"),
         ({"bundle": None}, "bundle is None, expected a path or a Bundle"),

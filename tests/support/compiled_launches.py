@@ -14,7 +14,7 @@ from precast.kernels.records import Launch, Pointer, Stride
 
 _NAMES: Mapping[Dtype, str] = {
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
-    "int64": "i64",
+    "int64": "i64", "uint8": "u8", "int8": "i8",
 }  # fmt: skip
 
 
@@ -47,6 +47,8 @@ def compiled(launch: Launch, types: Mapping[str, TensorType]) -> Any:
             signature[parameter] = "fp32"
         elif arg in (0, 1):
             constants[parameter] = arg
+        elif isinstance(arg, int) and arg % 16 == 0:
+            attributes[(i,)] = [["tt.divisibility", 16]]
     assert next(given, None) is None, f"{launch.kernel} takes fewer arguments"
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)

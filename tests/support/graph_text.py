@@ -40,11 +40,13 @@ from precast.ir.graph.schema import (
     Param,
     Pipeline,
     Pool,
+    Quantise,
     Read,
     Recipe,
     Ref,
     Repeat,
     Reshape,
+    Scale,
     ShardOverride,
     ShardPlan,
     ShardRow,
@@ -524,8 +526,10 @@ def _recipe(cursor: Cursor) -> Recipe:
         "cast": lambda: Cast(_of(cursor), _dtype(cursor)),
         "each": lambda: _each(cursor),
         "dequantise": lambda: _dequantise(cursor),
+        "quantise": lambda: _quantise(cursor),
         "repeat": lambda: _repeat(cursor),
         "tie": lambda: Tie(cursor.ref()),
+        "scale": lambda: _scale(cursor),
     }
     kind = cursor.expect(*kinds)
     return cursor.inside("(", kinds[kind.text], ")")
@@ -551,6 +555,20 @@ def _each(cursor: Cursor) -> Each:
     count = cursor.int()
     cursor.key("start")
     return Each(of, dim, count, cursor.int())
+
+
+def _scale(cursor: Cursor) -> Scale:
+    tensors = cursor.list("[", lambda: cursor.kind("string", "a name in quotes").value, "]")
+    cursor.key("default")
+    return Scale(tensors, float(cursor.kind("float", "a number").text))
+
+
+def _quantise(cursor: Cursor) -> Quantise:
+    part = cursor.expect("values", "scales").text
+    cursor.expect(",")
+    of = _recipe(cursor)
+    cursor.key("block")
+    return Quantise(of, part, cursor.inside("[", lambda: _pair(cursor), "]"))  # type: ignore[arg-type]
 
 
 def _repeat(cursor: Cursor) -> Repeat:

@@ -26,6 +26,7 @@ def f32(*shape: Expr) -> TensorType:
 
 Q, K, PAGES = t("bfloat16", 1, "T", 8, 16), t("bfloat16", 1, "T", 2, 16), t("bfloat16", "P", 4, 2, 16)
 PAGES8 = t("float8_e4m3fn", "P", 4, 2, 16)
+SCALES: Args = {"k_scale": f32(1), "v_scale": f32(1)}
 B1 = Apply("add", ("B", 1))
 PAGED: Args = {
     "q": Q, "k_cache": PAGES, "v_cache": PAGES, "sinks": None, "cu_seqlens": t("int32", B1), "kv_lens": t("int32", "B"),
@@ -207,9 +208,12 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
         {**PACKED, "q": t("bfloat16", 1, "T", HEADS, 16), "slopes": f32(HEADS), "window": 3},
         (t("bfloat16", 1, "T", HEADS, 16),),
     ),
+    ("attention", {**PACKED, "bias": f32(1, "T", 8, 33)}, (Q,)),
     ("write_kv", WRITE, ()),
     ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8}, ()),
+    ("write_kv", {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, ()),
     ("rotary_write_kv", TURNED, (Q,)),
+    ("rotary_write_kv", {**TURNED, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, (Q,)),
     ("rotary_write_kv", {**TURNED, "q_weight": None}, (Q,)),
     (
         "rotary_write_kv",
@@ -218,10 +222,12 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ),
     ("write_latent", {**WRITE_LATENT, "cache": t("float8_e4m3fn", "P", 4, 19)}, ()),
     ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8}, (Q,)),
+    ("paged_attention", {**PAGED, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, (Q,)),
     ("paged_latent_attention", {**LATENT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 19)}, (f32(1, "T", 4, 8),)),
     ("paged_attention", PAGED, (Q,)),
     ("paged_attention", {**PAGED, "sinks": f32(8), "window": 1}, (Q,)),
     ("paged_attention", {**PAGED, "slopes": f32(8), "chunk": 1}, (Q,)),
+    ("paged_attention", {**PAGED, "bias": t("bfloat16", 1, "T", 8, 1)}, (Q,)),
     ("paged_attention", {**PAGED, "v_cache": t("bfloat16", "P", 4, 2, 3)}, (t("bfloat16", 1, "T", 8, 3),)),
     *((name, {**args, **BOUNDS}, (result,)) for name, args, _, result in STATES),
     *((f"stateful_{name}", {**args, **SLOTS, "state": state}, (result,)) for name, args, state, result in STATES),

@@ -59,6 +59,20 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
     return torch.stack(rows)
 
 
+def part_of_fp8(x: torch.Tensor, part: str, block: tuple[int, int]) -> torch.Tensor:
+    """What a `Quantise` makes of matrices `x`, block by block."""
+    if x.dim() > 2:
+        return torch.stack([part_of_fp8(each, part, block) for each in x])
+    values = torch.zeros(x.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.zeros(-(-x.shape[0] // block[0]), -(-x.shape[1] // block[1]))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            scales[i, j] = max(x[at].float().abs().max().item() / 448, 2.0**-126)
+            values[at] = (x[at].float() / scales[i, j]).to(torch.float8_e4m3fn)
+    return values if part == "values" else scales
+
+
 def _fp8(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], zeros: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -25,11 +25,12 @@ MODEL = together(
     ),
     click.option(
         "--kv-dtype", default="auto", show_default=True,
-        help="Of cached keys and values: fp8_e4m3, or the model's (auto).",
+        help="Of cached keys and values: fp8_e4m3, the model's (model), or what the config says (auto).",
     ),
     click.option(
         "--dequantise", is_flag=True, help="Read quantised weights as numbers of the model's dtype, all of them."
     ),
+    click.option("--quantise", metavar="FORMAT", help="Bring weights to 8 bits while they are read: fp8."),
     click.option(
         "--shard-plan", type=PATH, help="JSON file that says of params, by patterns of names, how they are split."
     ),

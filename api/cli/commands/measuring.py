@@ -7,12 +7,15 @@ from typing import Any
 
 import click
 
-from precast.cli.options import AS_JSON, BUNDLE, PATH
+from precast.cli.options import AS_JSON, BUNDLE, PATH, device_name
 from precast.cli.verbs import Verb, Verbs, print_report
 
 
 @click.command(cls=Verb)
-@click.option("--device", help="cpu, or a GPU that must be there: cuda, cuda:1. Default: the GPU if there is one.")
+@click.option(
+    "--device", callback=device_name,
+    help="cpu, or a GPU that must be there: cuda, cuda:1. Default: the GPU if there is one.",
+)  # fmt: skip
 @click.option(
     "--weights", type=PATH, help="A checkpoint here, whose disk is measured. Default: that of temporary files."
 )
@@ -45,7 +48,9 @@ def bench_kernels(bundle: Path, out: Path | None, as_json: bool) -> None:
 @bench.command("startup")
 @BUNDLE
 @click.option("--weights", required=True, type=PATH, help="Checkpoint directory with safetensors files, or one file.")
-@click.option("--device", help="cpu, cuda, cuda:1. Default: the GPU if there is one.")
+@click.option(
+    "--device", callback=device_name, help="cpu, cuda, cuda:1. Default: the GPU if there is one."
+)  # fmt: skip
 @click.option("--runs", type=int, default=5, show_default=True, help="Starts of each, in turn.")
 @click.option(
     "--cache", type=click.Choice(["warm", "cold", "both"]), default="both", show_default=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ def store_ls(as_json: bool) -> None:
 @AS_JSON
 def store_gc(unused_days: float | None, as_json: bool) -> None:
     """Remove blobs that no bundle of the store has, and what broken pulls left. Waits for pulls to end."""
+    if unused_days is not None and math.isnan(unused_days):
+        raise click.BadParameter("nan is no number of days", param_hint="--unused-days")
     from precast.cli import registry_view
     from precast.registry.store import Store
 

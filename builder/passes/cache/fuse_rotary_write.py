@@ -32,7 +32,7 @@ def fuse_rotary_write(graph: FxGraph, ctx: PassContext) -> bool:
         with ctx.before(write):
             new = ctx.call(
                 ops.rotary_write_kv.default, q_heads, k_heads, v, *k.args[1:], q_weight, k_weight, *cached,
-                **k.kwargs, **norm,
+                **k.kwargs, **norm, **write.kwargs,
             )  # fmt: skip
         ctx.replace(q, new)
         write.graph.erase_node(write)

@@ -95,6 +95,9 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
 
     What a step writes it reads back from the cache, its own keys too. So with a cache of another dtype than the model's
     a token sees the same keys however its prompt was cut, and whoever computed them.
+
+    Keys and values of 8 bits are divided by scales where the checkpoint's format has some: params of their own, one for
+    the keys and one for the values of each layer that writes.
     """
     forms = {getattr(torch.ops.precast, name).default: form for name, form in _FORMS.items()}
     layers = [node for node in graph.nodes if node.op == "call_function" and node.target in forms]
@@ -120,15 +123,16 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
         }
         pages = sizes.symbol(pool.pages)
         slots: list[ir.Slot] = []
-        written: dict[tuple[FxNode, ...], tuple[FxNode, ...]] = {}
+        written: dict[tuple[FxNode, ...], tuple[tuple[FxNode, ...], dict[str, FxNode]]] = {}
         for node in nodes:
             form = forms[node.target]
             kept = tuple(node.args[place] for place in form.kept)
             if kept not in written:
                 values = _values(names[node], form, spec, pool)
                 slots.append(ir.Slot(names[node], values))
-                written[kept] = _write(ctx, node, form, values, pages, kv_lens, metadata)
-            _read(ctx, node, form, written[kept], kv_lens, metadata)
+                scales = _scales(ctx, node, spec)
+                written[kept] = _write(ctx, node, form, values, pages, kv_lens, metadata, scales), scales
+            _read(ctx, node, form, *written[kept], kv_lens, metadata)
         groups.append(ir.Group(name, pool.name, spec, ir.PagedInputs(**fields), tuple(slots)))
     ctx.caches = ir.CachePlan((*ctx.caches.pools, *pools), tuple(groups), ctx.caches.states)
     return True
@@ -145,7 +149,7 @@ def _slot_names(layers: list[FxNode], forms: dict[Any, _Form]) -> dict[FxNode, s
 
 def _refuse_kv_dtype(ctx: PassContext) -> None:
     """Raise BuildError where the option is given to a model without such caches."""
-    if ctx.options.kv_dtype is not None:
+    if ctx.options.kv_dtype is not None and not ctx.options.kv_from_config:
         kept = "only states, which keep their dtype" if ctx.caches.states else "no caches"
         message = f"kv_dtype is given, but the model has no keys, values or latents to keep: it has {kept}"
         raise BuildError("option-invalid", message, fix="leave kv_dtype out")
@@ -153,7 +157,9 @@ def _refuse_kv_dtype(ctx: PassContext) -> None:
 
 def _spec(node: FxNode, form: _Form, ctx: PassContext) -> Spec:
     first = tensor(node.args[1])
-    dtype: Any = ctx.options.kv_dtype or str(first.dtype).removeprefix("torch.")
+    own: Any = str(first.dtype).removeprefix("torch.")
+    # Without scales of their own, latents and what they are selected by are rounded only for who asks for it.
+    dtype = own if ctx.options.kv_from_config and form.tensors != ("k", "v") else ctx.options.kv_dtype or own
     page_size, window = ctx.options.page_size or DEFAULT_PAGE_SIZE, node.kwargs.get("window")
     if form.is_index:
         return ir.IndexSpec(int(first.shape[2]), dtype, page_size)
@@ -191,20 +197,39 @@ def _values(slot: str, form: _Form, spec: Spec, pool: ir.Pool) -> tuple[ir.Value
     return tuple(ir.Value(f"{slot}.{short}", type) for short, type in zip(form.tensors, types, strict=True))
 
 
+def _scales(ctx: PassContext, node: FxNode, spec: Spec) -> dict[str, FxNode]:
+    """Params for what the layer's keys and values are divided by, by the names of the ops' arguments.
+
+    Raises BuildError where the checkpoint's format has scales, but nothing says what they are called in this layer.
+    """
+    if not ctx.scales or not isinstance(spec, ir.PagedSpec) or spec.dtype != "float8_e4m3fn":
+        return {}
+    paths = [path.removeprefix("model.") for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())]
+    layer = next((path for path in paths if path in ctx.scales), None)
+    if layer is None:
+        message = f"{paths[0] if paths else node.name}: keys and values of 8 bits, and no known names of their scales"
+        raise BuildError("feature-unsupported", message, fix="keep them in the model's dtype (kv_dtype model)")
+    place = [each for each in node.graph.nodes if each.op == "placeholder"][-1]
+    made = {}
+    for name, tensors in zip(("k_scale", "v_scale"), ctx.scales[layer], strict=True):
+        place = made[name] = ctx.new_param(place, f"{layer}.{name}", ir.Scale(tensors), (1,), torch.float32)
+    return made
+
+
 def _write(
     ctx: PassContext, node: FxNode, form: _Form, values: tuple[ir.Value, ...], pages: Any, kv_lens: FxNode,
-    metadata: dict[str, FxNode],
+    metadata: dict[str, FxNode], scales: dict[str, FxNode],
 ) -> tuple[FxNode, ...]:  # fmt: skip
     """Writes what `node` keeps; the cache tensors that it is written into."""
     places = tuple(ctx.new_cache(kv_lens, value, pages) for value in values)
     kept = (node.args[place] for place in form.kept)
     with ctx.before(node):
-        ctx.call(getattr(torch.ops.precast, form.write).default, *kept, *places, metadata["slot_mapping"])
+        ctx.call(getattr(torch.ops.precast, form.write).default, *kept, *places, metadata["slot_mapping"], **scales)
     return places
 
 
 def _read(
-    ctx: PassContext, node: FxNode, form: _Form, places: tuple[FxNode, ...], kv_lens: FxNode,
+    ctx: PassContext, node: FxNode, form: _Form, places: tuple[FxNode, ...], scales: dict[str, FxNode], kv_lens: FxNode,
     metadata: dict[str, FxNode],
 ) -> None:  # fmt: skip
     """Puts the op that reads the pages in the place of `node`."""
@@ -212,7 +237,7 @@ def _read(
     with ctx.before(node):
         paged = ctx.call(
             getattr(torch.ops.precast, form.read).default, q, *places, *others, kv_lens,
-            metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs,
+            metadata["page_indices"], metadata["page_indptr"], metadata["page_start"], **node.kwargs, **scales,
         )  # fmt: skip
     ctx.replace(node, paged)
 

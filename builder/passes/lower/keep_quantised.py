@@ -9,6 +9,7 @@ import msgspec
 
 from precast.builder.passes.graph_pass import LoweredPass
 from precast.builder.shard.pipelines import pipelines
+from precast.builder.weights.at_load import exact
 from precast.builder.weights.kept import Kept, Misfit, Stored, is_quantised, kept, stored
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import (
@@ -54,13 +55,16 @@ def keep_quantised(graph: Graph, left: list[Dequantised] | None = None, scales: 
     """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts likewise, where the recipe of w says that a
     checkpoint stores it in few bits; the stored tensors become params of their own.
 
-    What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. `scales`: the type of
-    scales that formats with groups of inputs are published with.
+    What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. A weight that was to
+    be quantised while it is read, and can't be kept so, is read as it is stored. `scales`: the type of scales that
+    formats with groups of inputs are published with.
     """
     weights = _Weights(graph, scales)
     if left is not None:
         left += weights.left()
-    return weights.rewritten() if weights.kept else graph
+    made = weights.rewritten() if weights.kept else graph
+    params = tuple(msgspec.structs.replace(param, recipe=exact(param.recipe)) for param in made.params)
+    return made if params == made.params else msgspec.structs.replace(made, params=params)
 
 
 KEEP_QUANTISED = LoweredPass("keep_quantised", 1, keep_quantised)

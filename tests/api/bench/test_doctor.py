@@ -55,6 +55,15 @@ def test_a_gpu_that_must_be_there_ends_with_4(monkeypatch: pytest.MonkeyPatch, c
     assert "why: there is no driver" in result.stdout
 
 
+@pytest.mark.parametrize("verb", [["doctor"], ["bench", "startup", "b", "--weights", "w"]])
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:x", "cuda:-1"])
+def test_a_device_that_is_none(verb: list[str], device: str, command: Command) -> None:
+    result = command(*verb, "--device", device)
+
+    assert result.exit_code == 2
+    assert f"{device!r} is none of cpu, cuda, or a certain GPU such as cuda:1" in result.stderr
+
+
 def test_no_driver() -> None:
     """In a process that finds no library of the driver's."""
     code = doctor._DRIVER.replace(

@@ -120,7 +120,11 @@ def test_commands_without_output(code: str, message: str) -> None:
     [
         (("--runs", "0"), 2, "option-invalid"),
         (("--vs", " "), 2, "option-invalid"),
+        (("--vs", "'"), 2, "option-invalid"),
         (("--until", "("), 2, "option-invalid"),
+        (("--timeout", "nan"), 2, "option-invalid"),
+        (("--timeout", "0"), 2, "option-invalid"),
+        (("--timeout", "inf"), 2, "option-invalid"),
         (("--vs", "/no/such/command", "--cache", "warm", "--runs", "1"), 1, "command-failed"),
     ],
 )

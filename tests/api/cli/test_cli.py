@@ -140,7 +140,7 @@ def test_build_names_the_kv_dtypes_that_it_knows(tmp_path: Path, command: Comman
     assert result.exit_code == 2
     error = json.loads(result.stdout)["error"]
     assert (error["code"], error["message"]) == (
-        "option-invalid", "--kv-dtype is fp8_e5m2, expected one of auto, fp8_e4m3",
+        "option-invalid", "--kv-dtype is fp8_e5m2, expected one of auto, model, fp8_e4m3",
     )  # fmt: skip
     assert not (tmp_path / "b").exists()
 
@@ -462,8 +462,16 @@ def test_what_the_system_refuses_is_an_error_like_others(tmp_path: Path, command
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
 @pytest.mark.parametrize(
     "arguments",
-    [("inspect", "{bundle}", "--graph"), ("inspect", "{bundle}", "--json"), (*RUN, "--token-ids", "1")],
-    ids=["text", "json", "stream"],
+    [
+        ("inspect", "{bundle}", "--graph"),
+        ("inspect", "{bundle}", "--json"),
+        (*RUN, "--token-ids", "1"),
+        ("--help",),
+        ("--version",),
+        ("store", "--help"),
+        ("inspect", "--help"),
+    ],
+    ids=["text", "json", "stream", "help", "version", "help of a group", "help of a verb"],
 )
 def test_answer_on_a_full_disk(arguments: tuple[str, ...], bundle: Path) -> None:
     given = [sys.executable, "-m", "precast", *(argument.format(bundle=bundle) for argument in arguments)]
@@ -476,6 +484,16 @@ def test_answer_on_a_full_disk(arguments: tuple[str, ...], bundle: Path) -> None
     assert message == "error: standard output: the answer can't be written: No space left on device"
     assert "room on its disk" in fix
     assert code == "  code: write-failed"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_an_error_on_a_full_disk_is_told_all_the_same() -> None:
+    with open("/dev/full", "w") as full:
+        given = [sys.executable, "-m", "precast", "digest", "no such bundle", "--json"]
+        ran = subprocess.run(given, stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (3, "  code: bundle-missing")
+    assert "Traceback" not in ran.stderr
 
 
 def test_interrupt_ends_with_130(bundle: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from precast.cli.spelling import as_typed
         ("build", "but the config's max_seq_len is 9", "but the config's max_seq_len is 9"),
         ("build", "cache_bytes, my_max_seq_len, max_seq_len_2", "cache_bytes, my_max_seq_len, max_seq_len_2"),
         ("build", "disabled_passes=x", "--disable-pass x"),
+        ("build", "build it as that (model_type='gpt-sw3')", "build it as that (--model-type gpt-sw3)"),
+        ("build", "doesn't know the config's model_type llama17", "doesn't know the config's model_type llama17"),
     ],
 )
 def test_keywords_are_spelled_as_options(verb: str, text: str, typed: str) -> None:

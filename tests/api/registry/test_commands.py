@@ -127,3 +127,10 @@ def test_image_and_mounts(registry: FakeRegistry, tiny: Bundle, command: Command
     assert (mounted["mounted"], mounted["uploaded"]) == (8, 0)
     assert tiny.digest not in image.output
     assert ("org/tiny", "image") in registry.manifests
+
+
+def test_days_that_are_no_number(command: Command) -> None:
+    found = command("store", "gc", "--unused-days", "nan")
+
+    assert found.exit_code == 2
+    assert "nan is no number of days" in found.stderr

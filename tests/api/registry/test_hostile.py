@@ -94,6 +94,34 @@ def test_retry_after_is_honoured(
     assert 20 <= waits[1] <= 30
 
 
+@pytest.mark.parametrize("said", ["\xb2", "Mon, 01 Jan 99999 00:00:00 GMT", "-7", "7.5", ""])
+def test_retry_after_that_says_nothing_is_passed_over(
+    said: str, reference: str, registry: FakeRegistry, client: Client, store: Store, waits: list[float]
+) -> None:
+    registry.misbehave("GET", "manifests", status(503, Retry_After=said), times=1)
+
+    pull(reference, store=store, repository=client())
+
+    assert len(waits) == 1
+    assert waits[0] <= WAITS[0]
+
+
+def test_length_that_is_no_number(reference: str, registry: FakeRegistry, client: Client, store: Store) -> None:
+    def squared(handler: Any) -> bool:
+        handler.send_response(200)
+        handler.send_header("Content-Type", oci.IMAGE_TYPE)
+        handler.send_header("Content-Length", "\xb2")
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        handler.wfile.write(b"{}")
+        handler.close_connection = True
+        return True
+
+    registry.misbehave("GET", "manifests/sha256:", squared)
+
+    assert refused(reference, client, store).code == "blob-digest"
+
+
 def test_retry_after_an_hour_is_an_error_at_once(
     reference: str, registry: FakeRegistry, client: Client, store: Store, waits: list[float]
 ) -> None:

@@ -158,6 +158,20 @@ def test_beside_a_checkpoint(registry: FakeRegistry, tiny: Bundle, tmp_path: Pat
     assert changed.stderr.endswith("\n  code: lock-mismatch\n")
 
 
+@pytest.mark.parametrize("name", ["none", "model.safetensors"])
+def test_what_is_no_directory_of_a_checkpoint_gets_no_lock(
+    name: str, tiny: Bundle, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    found = command("link", tiny.path, tmp_path / name)
+
+    assert found.exit_code == 1
+    assert found.stderr.endswith("fix: name a checkpoint's directory\n  code: lock-invalid\n")
+    assert not (tmp_path / "precast.lock").exists()
+
+
 def test_a_signature_in_the_registry(registry: FakeRegistry, tiny: Bundle, tmp_path: Path, command: Command) -> None:
     (tmp_path / "key.pem").write_bytes(signers.private_pem(KEY))
     (tmp_path / "key.pub").write_bytes(signers.public_pem(KEY))

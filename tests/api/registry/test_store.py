@@ -41,6 +41,7 @@ def reference(registry: FakeRegistry, tiny: Bundle) -> str:
     [
         ({"HOME": "/h"}, "/h/.cache/precast/store"),
         ({"HOME": "/h", "XDG_CACHE_HOME": "/c"}, "/c/precast/store"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "c"}, "/h/.cache/precast/store"),
         ({"HOME": "/h", "XDG_CACHE_HOME": "/c", "PRECAST_STORE": "/s"}, "/s"),
     ],
 )
@@ -165,6 +166,20 @@ def test_verify_finds_damage(reference: str, tiny: Bundle, store: Store) -> None
     with pytest.raises(BundleError) as caught:
         store.open(tiny.digest)
     assert caught.value.code == "blob-digest"
+
+
+def test_what_is_no_file_in_the_place_of_a_blob_is_a_problem(reference: str, tiny: Bundle, store: Store) -> None:
+    pull(reference, store=store)
+    os.mkfifo(store.blob("sha256:" + "a" * 64))  # which nobody writes to
+    store.blob("sha256:" + "b" * 64).mkdir()
+    store.blob("sha256:" + "c" * 64).symlink_to("nowhere")
+    list_file = store.path / "bundles" / f"{'d' * 64}.json"
+    os.mkfifo(list_file)
+
+    found = store.verify()
+
+    assert (found.bundles, found.blobs) == (2, 14)
+    assert [next(letter for letter in "abcd" if letter * 64 in problem) for problem in found.problems] == list("abcd")
 
 
 def test_list_that_is_damaged_is_no_bundle(reference: str, tiny: Bundle, store: Store) -> None:

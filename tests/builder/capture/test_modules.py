@@ -34,6 +34,7 @@ ops = torch.ops.precast
 PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14])
 MULTIPLIERS = [0.5, 1.5, 0.25, 2.0, 0.75]
 
+INKLING = {"rel_extent": 5, "sliding_window_size": 4, "log_scaling_n_floor": 3}
 MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     # type, what differs from its small default config, the ops that it must come to
     ("minimax", {"block_size": 4}, {"precast.linear_attention", "precast.attention"}),
@@ -52,6 +53,8 @@ MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("longcat_flash", {"zero_expert_num": 0}, {"precast.experts", "precast.route", "precast.latent_attention"}),
     ("longcat_flash", {"n_routed_experts": 0}, {"precast.latent_attention"}),
     ("qwen4_exp_text", {}, {"precast.attention", "precast.delta_rule", "precast.experts"}),
+    ("inkling_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.experts", "precast.route"}),
+    ("inkling2_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.grouped_linear"}),
     ("jetmoe", {}, {"precast.experts", "precast.grouped_linear", "precast.route", "precast.attention"}),
 ]
 

@@ -228,6 +228,39 @@ def test_an_unknown_argument_is_refused() -> None:
     assert error.value.code == "feature-unsupported"
 
 
+@pytest.mark.parametrize("name", ["position_bias", "sinks"])
+def test_a_bias_or_sinks_of_an_unknown_module_are_refused(name: str) -> None:
+    with pytest.raises(BuildError, match=f"Linear passes {name} to its attention"):
+        attention(**{name: torch.ones(1, 2, 12, 12)})
+
+
+def inkling_attention(**kwargs: Any) -> torch.Tensor:
+    """As `attention`, of a module whose bias and sinks are known."""
+    register()
+    module = type("Inkling2FullAttention", (torch.nn.Module,), {})()
+    with routed_attention(), tracing(new_trace()):
+        out, _ = AttentionInterface._global_mapping[IMPLEMENTATION](module, QUERY, KEY, KEY, made_mask(), **kwargs)
+    return out
+
+
+def test_a_bias_by_distance_is_that_of_the_op() -> None:
+    bias = torch.randn(1, 2, 12, 3)
+    q, k = QUERY.transpose(1, 2), KEY.transpose(1, 2)
+    expected = precast_attention(q, k, k, None, LENGTHS, scale=0.3, bias=bias.transpose(1, 2))
+
+    assert torch.equal(inkling_attention(position_bias=bias, scaling=0.3), expected)
+
+
+@pytest.mark.parametrize("size", [1.0, 50.0])
+def test_each_query_has_a_sink_of_its_own(size: float) -> None:
+    sinks = size * torch.randn(1, 2, 12, 1)
+    q, k = QUERY.transpose(1, 2), KEY.transpose(1, 2)
+    # a query alone, with a sink for each of its heads
+    each = [precast_attention(q, k, k, sinks[0, :, query, 0], LENGTHS, scale=0.3)[:, query] for query in range(12)]
+
+    torch.testing.assert_close(inkling_attention(sinks=sinks, scaling=0.3), torch.stack(each, 1), atol=1e-5, rtol=1e-4)
+
+
 def test_an_argument_that_is_none_says_nothing() -> None:
     assert torch.equal(attention(head_mask=None, position_ids=torch.arange(3)), attention())
 

@@ -47,9 +47,9 @@ WRITTEN = WRITE.format(written="k1")
 FIRST = READ.format(name="y", query="q1")
 
 
-def fused(text: str) -> tuple[bool, str]:
+def fused(text: str, inputs: str = INPUTS) -> tuple[bool, str]:
     """Whether the pass changed the graph, and the graph after it without what reads the cache."""
-    source = read_graph(INPUTS + text)
+    source = read_graph(inputs + text)
     (record,) = pipeline.run(source.graph, source.ctx, (dataclasses.replace(fuse_rotary_write, requires=()),))
     lines = write_graph(source.graph, source.ctx).splitlines()
     return record.changed, "\n".join(line for line in lines if "paged_attention" not in line)
@@ -64,6 +64,22 @@ def test_rotations_and_a_write_become_one() -> None:
         True,
         text("""
         v0 = precast.rotary_write_kv(q, k, v, cos, sin, None, None, k_cache, v_cache, slots, interleaved=False)
+        return v1
+        """),
+    )
+
+
+def test_scales_go_along() -> None:
+    scaled = INPUTS.replace("k_cache: input(float32", "k_cache: input(float8_e4m3fn")
+    scaled = scaled.replace("v_cache: input(float32", "v_cache: input(float8_e4m3fn")
+    scaled += "k_scale: param(float32, 1)\nv_scale: param(float32, 1)\n"
+    given = "k_scale=k_scale, v_scale=v_scale)"
+    write, read = WRITTEN.replace(")", f", {given}"), FIRST.replace(")", f", {given}")
+
+    assert fused(ROTATE.format(**ALIKE) + write + read + "return y", scaled) == (
+        True,
+        text(f"""
+        v0 = precast.rotary_write_kv(q, k, v, cos, sin, None, None, k_cache, v_cache, slots, interleaved=False, {given}
         return v1
         """),
     )

@@ -144,8 +144,8 @@ def test_a_hub_id_that_is_not_there(
         (b"", "config.json is no JSON"),
         (b"\xff\xfe", "config.json is no JSON"),
         (b"[]", "config.json is no JSON object"),
-        (b"{}", "config.json names no model_type"),
-        (b'{"model_type": 3}', "config.json names no model_type"),
+        (b"{}", "the config's model_type is missing, expected a name such as llama"),
+        (b'{"model_type": 3}', "the config's model_type is 3, expected a name such as llama"),
         (NESTED, "config.json is nested more than 32 levels deep"),
         (b'{"model_type": "llama", "architectures": 6}', "architectures is 6, expected a list of names"),
         (
@@ -164,9 +164,33 @@ def test_a_config_that_cannot_be_read(content: bytes, message: str, model: Path)
 def test_an_unknown_model_type(model: Path, llama: dict[str, Any]) -> None:
     write(model, {**llama, "model_type": "llama17"})
 
-    text = refused(model, "model-unknown", r"transformers [\d.]+ doesn't know the model_type llama17")
+    text = refused(model, "model-unknown", r"transformers [\d.]+ doesn't know the config's model_type llama17")
 
     assert "update transformers" in text
+
+
+FORGED = "llama\n  code: fine\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"model_type": FORGED}, "model-unknown"),
+        ({"model_type": "kimi", "auto_map": {FORGED: "own.Model"}}, "model-unsupported"),
+        ({"model_type": "kimi", "auto_map": {"AutoConfig": FORGED}}, "remote-code"),
+        ({"model_type": FORGED, "auto_map": {"AutoConfig": "own.Config"}}, "remote-code"),
+        ({"architectures": [FORGED]}, "model-unsupported"),
+        ({"hidden_act": FORGED}, "config-invalid"),
+    ],
+)
+def test_names_from_a_config_forge_no_lines_of_a_message(
+    changed: dict[str, Any], code: str, model: Path, llama: dict[str, Any]
+) -> None:
+    write(model, {**llama, **changed})
+
+    text = refused(model, code, "llama", allow_remote_code=code == "model-unsupported")
+
+    assert [line.strip().partition(": ")[0] for line in text.splitlines()[1:]] == ["fix", "code"]
 
 
 def test_an_encoder(model: Path) -> None:

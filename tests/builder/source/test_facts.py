@@ -311,7 +311,7 @@ def test_a_model_type_in_place_of_the_configs_own(tmp_path: Path) -> None:
     entries = entries_of("llama", model_type="kimi_llama", architectures=["LlamaForCausalLM"], auto_map=CODE)
     error = refused(tmp_path, entries, "remote-code", "names code to run")
     assert error.fix is not None
-    assert "--model-type llama" in error.fix
+    assert "model_type='llama'" in error.fix
 
     source = opened(tmp_path, entries, model_type="llama")
 
@@ -400,6 +400,36 @@ def test_a_file_beside_the_config_says_how_it_is_quantised(tmp_path: Path) -> No
     assert opened(tmp_path, entries_of("llama"), quantize_config=entries).facts.quantisation == {
         "quant_method": "gptq", **entries,
     }  # fmt: skip
+
+
+FLOAT8_KEYS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype", "note"),
+    [
+        ({"kv_cache_quant_algo": "FP8"}, "float8_e4m3fn", None),
+        ({"kv_cache_scheme": FLOAT8_KEYS | {"observer": "minmax"}}, "float8_e4m3fn", None),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, "float8_e4m3fn", None),
+        ({"kv_cache_scheme": None, "kv_cache_quant_algo": None}, None, None),
+        ({}, None, None),
+        ({"kv_cache_quant_algo": "NVFP4"}, None, "kv_cache_quant_algo is 'NVFP4', which is not known"),
+        ({"kv_cache_scheme": FLOAT8_KEYS | {"type": "int"}}, None, "kv_cache_scheme is {'num_bits': 8, 'type': 'int'"),
+        ({"kv_cache_scheme": FLOAT8_KEYS | {"dynamic": True}}, None, "which is not known: keys and values keep"),
+        ({"kv_cache_scheme": FLOAT8_KEYS | {"strategy": "attn_head"}}, None, "which is not known"),
+        ({"kv_cache_scheme": "static"}, None, "kv_cache_scheme is 'static'"),
+    ],
+)
+def test_what_a_config_says_of_keys_and_values(
+    said: dict[str, Any], dtype: str | None, note: str | None, tmp_path: Path
+) -> None:
+    entries = {"quant_method": "modelopt", "quant_algo": None, **said}
+
+    facts = opened(tmp_path, entries_of("llama", quantization_config=entries)).facts
+
+    assert facts.kv_dtype == dtype
+    assert len(facts.notes) == (note is not None)
+    assert note is None or note in facts.notes[0]
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from precast.builder.source.other_names import OTHER_NAMES, differences, known_as
+from precast.builder.source.other_names import OTHER_NAMES, differences, known_as, republished
 from precast.builder.source.source import open_source
 from precast.ir.errors import BuildError
 
@@ -79,3 +79,20 @@ def test_a_refusal_names_the_entries_that_nobody_compared(tmp_path: Path) -> Non
     assert refused.value.code == "remote-code"
     assert "but for index_topk, scoring_func, which nobody has compared with it" in str(refused.value)
     assert "--model-type deepseek_v3" in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # transformers, of an old config
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("liuhaotian--llava-v1.5-7b", "llava-hf/llava-1.5-7b-hf"), ("THUDM--glm-4-9b", "THUDM/glm-4-9b-hf")],
+)
+def test_a_refusal_names_where_the_model_is_published_for_transformers(name: str, instead: str) -> None:
+    with pytest.raises(BuildError) as refused:
+        open_source(CONFIGS / name)
+
+    assert instead in str(refused.value.fix)
+
+
+@pytest.mark.parametrize("architectures", [None, [], "ChatGLMModel", ["LlamaForCausalLM"]])
+def test_other_architectures_are_published_nowhere_else(architectures: Any) -> None:
+    assert republished(architectures) is None

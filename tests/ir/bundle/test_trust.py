@@ -39,6 +39,18 @@ def test_a_record_that_others_may_have_written_counts_for_nothing(tmp_path: Path
     assert isinstance(here.admits(BUNDLE, LAYER), Refusal)
 
 
+def test_a_record_in_a_folder_that_others_may_write_to_counts_for_nothing(tmp_path: Path) -> None:
+    """They could give the record of one layer the name of another."""
+    here = MadeHere(tmp_path)
+    here.record(LAYER)
+
+    tmp_path.chmod(0o777)
+    assert isinstance(here.admits(BUNDLE, LAYER), Refusal)
+
+    tmp_path.chmod(0o755)
+    assert isinstance(here.admits(BUNDLE, LAYER), Admitted)
+
+
 def test_a_link_in_place_of_a_record_counts_for_nothing(tmp_path: Path) -> None:
     here = MadeHere(tmp_path)
     here.record(LAYER)

@@ -38,10 +38,12 @@ from precast.ir.graph.schema import (
     PagedSpec,
     Param,
     Pool,
+    Quantise,
     Read,
     Ref,
     Repeat,
     Reshape,
+    Scale,
     ShardPlan,
     ShardRow,
     Slice,
@@ -236,6 +238,7 @@ RECIPES = st.recursive(
     st.one_of(
         st.builds(Read, NAMES, tuples(INTS, 3), st.one_of(st.none(), DTYPES)),
         st.builds(Tie, NAMES),
+        st.builds(Scale, tuples(NAMES), st.floats(allow_nan=False, allow_infinity=False)),
     ),
     lambda inner: st.one_of(
         st.builds(Slice, inner, INTS, EXPRS, EXPRS),
@@ -245,6 +248,7 @@ RECIPES = st.recursive(
         st.builds(Reshape, inner, tuples(EXPRS)),
         st.builds(Cast, inner, DTYPES),
         st.builds(Each, inner, INTS, INTS, INTS),
+        st.builds(Quantise, inner, st.sampled_from(("values", "scales")), st.tuples(INTS, INTS)),
         st.builds(Repeat, inner, INTS, EXPRS),
         st.builds(
             Dequantise,

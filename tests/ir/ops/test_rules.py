@@ -40,6 +40,7 @@ from op_calls import (
     ROTARY,
     ROUTE,
     SAMPLE,
+    SCALES,
     SELECT,
     SELECT_PAGES,
     SELECTED,
@@ -278,6 +279,7 @@ def both(first: str, second: str, value: TensorType) -> Args:
     return {first: value, second: value}
 
 
+SCALED: Args = {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}
 # op, arguments, what the message must say
 REJECTED: list[tuple[str, Args, str]] = [
     ("aten.linear.default", {"input": f32("T", 5), "weight": f32(7, 6)}, "input's last dimension.*6.*5"),
@@ -439,6 +441,11 @@ REJECTED: list[tuple[str, Args, str]] = [
     ),
     ("precast.attention", {**PACKED, "slopes": f32(2)}, "slopes: expected shape"),
     ("precast.attention", {**PACKED, "slopes": t("bfloat16", 8)}, "slopes: expected dtype float32"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 2, 5)}, "bias's tokens and heads: expected shape"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 8)}, "bias: expected 4"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 8, 0)}, "bias: expected a size of at least 1"),
+    ("precast.attention", {**PACKED, "bias": f32(1, "T", 8, "T")}, "bias's size: expected"),
+    ("precast.attention", {**PACKED, "bias": t("int64", 1, "T", 8, 5)}, "bias: expected dtype"),
     ("precast.attention", {**PACKED, "cu_seqlens": t("int64", B1)}, "cu_seqlens: expected dtype int32"),
     ("precast.rotary_write_kv", {**TURNED, "q": t("bfloat16", 1, "T", 8, 12)}, "q's tokens and head size"),
     ("precast.rotary_write_kv", {**TURNED, "q": f32(1, "T", 8, 16)}, "q: expected dtype bfloat16, found float32"),
@@ -458,6 +465,11 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.write_kv", {**WRITE, "v_cache": PAGES8}, "v_cache: expected dtype bfloat16, found float8_e4m3fn"),
     ("precast.write_kv", {**WRITE, **both("k", "v", t("float8_e4m3fn", 1, "T", 2, 16))}, "k: expected dtype"),
     ("precast.write_kv", {**WRITE, **both("k_cache", "v_cache", t("int8", "P", 4, 2, 16))}, "k_cache: expected dtype"),
+    ("precast.write_kv", {**SCALED, "v_scale": None}, "k_scale, v_scale: expected both or neither, found k_scale"),
+    ("precast.write_kv", {**SCALED, "k_scale": f32(2)}, "k_scale: expected shape"),
+    ("precast.write_kv", {**SCALED, "v_scale": t("bfloat16", 1)}, "v_scale: expected dtype float32"),
+    ("precast.write_kv", {**WRITE, **SCALES}, "k_scale: expected none for a cache of bfloat16"),
+    ("precast.paged_attention", {**PAGED, **SCALES}, "k_scale: expected none for a cache of bfloat16"),
     ("precast.write_latent", {**WRITE_LATENT, "latent": t("float8_e4m3fn", 1, "T", 16)}, "latent: expected dtype"),
     ("precast.write_latent", {**WRITE_LATENT, "cache": t("uint8", "P", 4, 19)}, "cache: expected dtype"),
     *(
@@ -512,6 +524,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.paged_attention", {**PAGED, "window": -1}, "window"),
     ("precast.paged_attention", {**PAGED, "chunk": -1}, "chunk: expected None or at least 1"),
     ("precast.paged_attention", {**PAGED, "slopes": f32(8, 1)}, "slopes: expected shape"),
+    ("precast.paged_attention", {**PAGED, "bias": f32(1, "B", 8, 5)}, "bias's tokens and heads: expected shape"),
     ("precast.gather_rows", {"x": f32("T", 8), "rows": t("int64", "R")}, "x: expected 3"),
     ("precast.gather_rows", {"x": f32(1, "T", 8), "rows": t("int32", "R")}, "rows: expected dtype"),
     ("precast.sample", {**SAMPLE, "logits": f32(1, "B", 99)}, "logits: expected 2"),

@@ -264,6 +264,14 @@ ACCEPTED = [
             'read("b", [16], float16)], dim=0), 0, 1), dim=1, start=1, length=1)'
         ),
     ),
+    ok(
+        "IR035",
+        param(
+            '%p: float8_e4m3fn[3, 5] = quantise(values, read("a", [3, 5]), block=[2, 2]) '
+            '%q: float32[2, 3] = quantise(scales, read("a", [3, 5]), block=[2, 2])'
+        ),
+    ),
+    ok("IR035", param('%p: float32[1] = scale(["a.k_scale", "a.k_proj.k_scale"], default=0.5)')),
     ok("IR036", param('%early: float32[2] = tie(%late) %late: float32[2] = read("late", [2], float32)')),
     ok("IR040", ("pool=large", "pool=local"), ("pool large(", "pool local("), ("slot layers.1(", "slot local(")),
     ok("IR041", *ONE_POOL),
@@ -606,6 +614,34 @@ REJECTED = [
     bad("IR035", "negative size", param('%p: int8[6] = reshape(read("a", [-2, -3], int8), [6])')),
     bad(
         "IR035", "tie to embed: a tie is a recipe of its own", param("%p: float32[32, 16] = cast(tie(%embed), float32)")
+    ),
+    bad(
+        "IR035",
+        "a scale is a recipe of its own",
+        param('%p: float32[1, 1] = reshape(scale(["s"], default=1.0), [1, 1])'),
+    ),
+    bad(
+        "IR035",
+        "is made of what is stored, not of another one",
+        param(
+            '%p: float32[2, 2] = dequantise(fp8, quantise(values, read("a", [2, 2]), block=[2, 2]), read("s", [1, 1]), '
+            "block=[2, 2], zeros=none, groups=none, zero_offset=0)"
+        ),
+    ),
+    bad(
+        "IR035",
+        "quantise: of int8, expected a floating type",
+        param('%p: float32[1, 1] = quantise(scales, read("a", [2, 2], int8), block=[2, 2])'),
+    ),
+    bad(
+        "IR035", "quantise: a block of", param('%p: float32[1, 1] = quantise(scales, read("a", [2, 2]), block=[0, 2])')
+    ),
+    bad("IR035", "expected rows and columns", param('%p: float32[1] = quantise(scales, read("a", [2]), block=[2, 2])')),
+    bad("IR035", "the default is 0.0, expected a number above 0", param('%p: float32[1] = scale(["s"], default=0.0)')),
+    bad(
+        "IR035",
+        "expected bfloat16, the recipe makes float32",
+        param('%p: bfloat16[1] = scale(["s"], default=1.0)'),
     ),
     bad("IR036", "param %head: tied to %nothing, which is no param", ("tie(%embed)", "tie(%nothing)")),
     bad("IR036", "tied to %scale, which is no param", ("tie(%embed)", "tie(%scale)")),

@@ -18,7 +18,7 @@ from hypothesis import assume, given
 from recipe_cases import FLOATS, Tensors, evaluate, params_graph, recipe_sets
 from safetensors.torch import save_file
 
-from precast.ir.graph.schema import Cast, Dtype, Recipe, Slice
+from precast.ir.graph.schema import Cast, Dtype, Graph, Param, Read, Recipe, Scale, Slice, TensorType
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.dtypes import BY_NAME
@@ -133,6 +133,22 @@ def test_types_that_are_not_converted_are_named(tmp_path: Path) -> None:
     what = planned(params_graph({"a": Cast(params_read("a", tensors), "bfloat16")}, tensors), Checkpoint(), files)
 
     assert uncovered(what) == "the checkpoint's tensors are converted from float8_e4m3fn to bfloat16"
+
+
+def test_scales_are_read_or_filled(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3), "x.k_scale": torch.tensor(0.5), "x.v_scale": torch.tensor(0.25)}
+    one = TensorType("float32", (1,))
+    params = tuple(Param(which, one, Scale((f"x.{which}_scale",), 2.0)) for which in "kv")
+    first = Param("a", TensorType("float32", (3,)), Read("a", (3,), "float32"))
+    graph = Graph((), (), (first, *params), (), (), (), {})
+
+    there = planned(graph, Checkpoint(), files_of(tmp_path, tensors))
+    absent = planned(graph, Checkpoint(), files_of(tmp_path, {"a": tensors["a"]}))
+
+    assert there.scales == absent.scales == ("k", "v")
+    assert (there.assembly.filled, absent.assembly.filled) == ({}, {1: 2.0, 2: 2.0})
+    assert uncovered(there) == uncovered(absent) == ""
+    assert [each.name for each in absent.plan.targets] == ["a", "k", "v"]
 
 
 def params_read(name: str, tensors: Tensors) -> Recipe:

@@ -174,7 +174,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (error.code, error.fix) == ("dependency-missing", "pip install 'precast[remote]'")
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), True, "30"])
+@pytest.mark.parametrize("timeout", [0, -1.0, 1e300, float("inf"), float("nan"), True, "30"])
 def test_timeouts_that_are_none(timeout: object) -> None:
     with pytest.raises(PrecastError, match="weights_timeout is") as caught:
         folder_of("/ckpt", Waits(timeout))  # type: ignore[arg-type]

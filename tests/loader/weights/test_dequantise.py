@@ -15,7 +15,7 @@ from recipe_cases import Tensors, evaluate, params_graph, read, recipe_sets
 from safetensors.torch import save_file
 
 from precast.ir.errors import WeightsError
-from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Read, Recipe, Reshape, Slice, Transpose
+from precast.ir.graph.schema import Cast, Concat, Dequantise, Each, Quantise, Read, Recipe, Reshape, Slice, Transpose
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.torch_device import open_device
@@ -356,3 +356,37 @@ def test_any_recipes(case: tuple[dict[str, Recipe], Tensors]) -> None:
 @given(recipe_sets(quantised=True))
 def test_any_recipes_on_a_gpu(case: tuple[dict[str, Recipe], Tensors]) -> None:
     check(case, torch.device("cuda"))
+
+
+# --- quantised while they are read -------------------------------------------------------------------------------
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_and_scales_of_a_matrix_are_made_of_one_read(
+    dtype: torch.dtype, device: torch.device, tmp_path: Path
+) -> None:
+    tensors = {f"w{i}": torch.randn(130, 200).to(dtype) for i in range(5)}
+    recipes = {
+        f"{name}.{part}": Quantise(read(name, tensors), part, (128, 128))
+        for name in tensors
+        for part in ("values", "scales")
+    }
+
+    made = load(tmp_path, recipes, tensors, device)
+
+    assert_made(made, recipes, tensors)
+    assert made.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_part_of_a_matrix_reads_its_blocks_alone(tmp_path: Path) -> None:
+    """Rows 5 to 8 lie in blocks of rows 4 to 11, of which all columns are read that are in blocks 2 and 3."""
+    tensors = {"w": torch.randn(40, 64)}
+    values = Slice(Slice(Quantise(read("w", tensors), "values", (4, 16)), 0, 5, 4), 1, 40, 10)
+    scales = Slice(Quantise(read("w", tensors), "scales", (4, 16)), 0, 9, 1)
+
+    for recipe, rows, columns in ((values, 8, 32), (scales, 4, 64)):
+        made = load(tmp_path, {"p": recipe}, tensors, torch.device("cpu"))
+
+        assert_made(made, {"p": recipe}, tensors)
+        assert made.bytes_needed == 4 * rows * columns

@@ -23,10 +23,12 @@ from precast.ir.graph.schema import (
     Apply,
     Cast,
     Concat,
+    Graph,
     Param,
     Read,
     Recipe,
     Reshape,
+    Scale,
     Slice,
     Stack,
     TensorType,
@@ -485,3 +487,45 @@ def test_the_recipes_of_these_tests_are_valid() -> None:
     recipes, tensors = every_kind()
     for param in params_graph(recipes, tensors).params:
         assert ir_recipes.shape(param.recipe) == param.type.shape
+
+
+# --- scales of caches --------------------------------------------------------------------------------------------
+
+SCALES: dict[str, Recipe] = {"k": Scale(("x.k_scale", "x.k_proj.k_scale")), "v": Scale(("x.v_scale",), 0.5)}
+
+
+def loaded_scales(directory: Path, tensors: Tensors, device: torch.device) -> dict[str, torch.Tensor]:
+    files = save(directory, {"w": torch.zeros(3), **tensors})
+    params = (
+        Param("w", TensorType("float32", (3,)), Read("w", (3,), "float32")),
+        *(Param(name, TensorType("float32", (1,)), recipe) for name, recipe in SCALES.items()),
+    )
+    graph = Graph((), (), params, (), (), (), {})
+    return load_weights(graph, Checkpoint(), files, device=open_device(device)).tensors
+
+
+@on_each_device
+def test_scales_of_a_checkpoint_or_their_defaults(device: torch.device, tmp_path: Path) -> None:
+    stored = {"x.k_proj.k_scale": torch.tensor(0.375).bfloat16(), "x.v_scale": torch.tensor([0.1])}
+    for tensors, expected in ((stored, (0.375, 0.1)), ({}, (1.0, 0.5))):
+        found = loaded_scales(tmp_path, tensors, device)
+
+        for name, value in zip("kv", expected, strict=True):
+            assert torch.equal(found[name].cpu(), torch.tensor([value]))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf"), 1e39])
+def test_scales_that_are_no_numbers_above_0_are_refused(value: float, tmp_path: Path) -> None:
+    stored = {"x.k_scale": torch.tensor(value, dtype=torch.float64), "x.v_scale": torch.tensor(1.0)}
+
+    with pytest.raises(WeightsError, match=r"k is .*expected numbers above 0") as caught:
+        loaded_scales(tmp_path, stored, torch.device("cpu"))
+
+    assert caught.value.code == "scale-invalid"
+
+
+def test_half_of_the_scales_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"x\.v_scale: expected floating point") as caught:
+        loaded_scales(tmp_path, {"x.k_scale": torch.tensor(1.0)}, torch.device("cpu"))
+
+    assert caught.value.code == "weights-mismatch"

@@ -67,6 +67,7 @@ def test_timeouts_have_names_and_seconds() -> None:
         {"jon": 3},
         {"join": 0},
         {"join": "3"},
+        {"join": 1e300},
         {"join": float("inf")},
         {"join": float("nan")},
         {"end": True},

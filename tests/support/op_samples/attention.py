@@ -38,6 +38,8 @@ def attention(draw: Draw) -> Iterator[Sample]:
     yield sample([6, 3], 2, 2, 8, 8, 0, chunk=1, soft_cap=3.0)
     more = {"sinks": draw.normal(7), "slopes": draw.uniform(7, dtype=torch.float32)}
     yield sample([23, 2], 7, 1, 32, 32, 3, chunk=7, **more)
+    yield sample([6, 0, 11, 1], 6, 3, 24, 8, 2, bias=draw.normal(1, 20, 6, 5))
+    yield sample([9, 4], 4, 1, 8, 8, 0, bias=draw.normal(1, 13, 4, 30), window=6, sinks=draw.normal(4), soft_cap=4.0)
     yield sample([], 2, 1, 8, 8, 3)
     yield sample([], 2, 1, 8, 8, 0)
     # Query, key and value as slices of the fused product.
@@ -128,6 +130,10 @@ def paged_attention(draw: Draw) -> Iterator[Sample]:
     yield paged_sample(draw, mixed, heads=4, kv_heads=2, size=16, padding=2, **eight)
     yield paged_sample(draw, mixed, heads=7, kv_heads=1, size=40, page_size=8, window=4, soft_cap=3.0, **eight)
     slopes = draw.uniform(6, dtype=torch.float32)
+    eight |= scales(draw)
+    yield paged_sample(draw, decode, heads=6, kv_heads=2, size=24, value=8, page_size=3, sinks=draw.normal(6), **eight)
+    yield paged_sample(draw, mixed, heads=6, kv_heads=1, size=16, page_size=8, padding=2, slopes=slopes, **eight)
+    yield paged_sample(draw, mixed, heads=7, kv_heads=1, size=40, window=4, soft_cap=3.0, **eight)
     yield paged_sample(draw, decode, heads=6, kv_heads=2, size=16, slopes=slopes)
     yield paged_sample(draw, mixed, heads=6, kv_heads=3, size=24, page_size=3, window=5, cut=True, slopes=slopes)
     yield paged_sample(draw, mixed, heads=2, kv_heads=1, size=8, value=16, chunk=5, soft_cap=3.0, padding=3)
@@ -135,9 +141,17 @@ def paged_attention(draw: Draw) -> Iterator[Sample]:
     yield paged_sample(draw, mixed, heads=3, kv_heads=3, size=8, page_size=2, chunk=1, cut=True)
     more: dict[str, Any] = {"slopes": slopes, "sinks": draw.normal(6), "soft_cap": 2.0}
     yield paged_sample(draw, mixed, heads=6, kv_heads=1, size=16, page_size=3, chunk=7, cut=True, **more)
+    yield paged_sample(draw, decode, heads=6, kv_heads=2, size=16, bias=draw.normal(1, 4, 6, 9))
+    more = {"bias": draw.normal(1, 18, 6, 4), "slopes": slopes, "sinks": draw.normal(6), "cut": True}
+    yield paged_sample(draw, mixed, heads=6, kv_heads=3, size=24, page_size=3, window=7, padding=2, **more)
     # Nothing to see: an empty context, a query before the first key, and no sequences at all.
     yield paged_sample(draw, [(1, 3), (2, 2)], heads=2, kv_heads=1, size=8, kv_lens=draw.of([0, 1], torch.int32))
     yield paged_sample(draw, [], heads=2, kv_heads=1, size=8, padding=3)
+
+
+def scales(draw: Draw) -> Sample:
+    """What keys and values are divided by: no powers of two, by which nothing would be rounded."""
+    return {"k_scale": draw.of([0.3], torch.float32), "v_scale": draw.of([1.7], torch.float32)}
 
 
 def write_kv(draw: Draw) -> Iterator[Sample]:
@@ -164,6 +178,7 @@ def write_kv(draw: Draw) -> Iterator[Sample]:
     signed = draw.to(spread * draw.normal(1, 5, 2, 24, dtype=torch.float32).sign(), draw.dtype)
     signed[0, 0, 0, :2] = draw.of([float("inf"), float("-inf")], draw.dtype)
     yield steep | {"k": signed, "v": signed[..., 5:14]}
+    yield steep | {"k": signed, "v": signed[..., 5:14]} | scales(draw)
     # Keys and values as slices of the fused product.
     fused = draw.normal(1, 3, 6, 8)
     yield sample([1, -1, 2], 2, 2, 8, 8, draw.dtype) | {"k": fused[:, :, 2:4], "v": fused[:, :, 4:]}
@@ -209,6 +224,7 @@ def rotary_write_kv(draw: Draw) -> Iterator[Sample]:
     quarters = sample([3, -1, 0, 7], 4, 2, 16, 8, 8, torch.float8_e4m3fn)
     cos, sin = ([[[1.0, 0.0, -1.0, 0.0] * 2] * 4], [[[0.0, 1.0, 0.0, -1.0] * 2] * 4])
     yield quarters | {"cos": draw.of(cos, draw.dtype), "sin": draw.of(sin, draw.dtype)}
+    yield quarters | {"cos": draw.of(cos, draw.dtype), "sin": draw.of(sin, draw.dtype)} | scales(draw)
     # Slices of the fused product, and tables in float32.
     fused, made = draw.normal(1, 3, 7 * 8).view(1, 3, 7, 8), sample([1, -1, 2], 4, 1, 8, 8, 4, **weights(8))
     parts = {"q": fused[:, :, :4], "k": fused[:, :, 4:5], "v": fused[:, :, 6:]}

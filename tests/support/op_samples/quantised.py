@@ -26,7 +26,7 @@ def float8(draw: Draw, *shape: int, scale: float = 100.0) -> torch.Tensor:
 
 def fp8(draw: Draw, outputs: int, inputs: int, block: tuple[int, int] = (4, 8)) -> Sample:
     """A scale for each block."""
-    scales = draw.uniform(-(-outputs // block[0]), -(-inputs // block[1]), low=1e-3, high=3e-3, dtype=torch.float32)
+    scales = draw.uniform(-(-outputs // block[0]), -(-inputs // block[1]), low=2e-4, high=6e-4, dtype=torch.float32)
     return {"weight": float8(draw, outputs, inputs), "scales": scales, "format": "fp8", "block": block}
 
 
@@ -36,7 +36,7 @@ def int8(draw: Draw, outputs: int, inputs: int, block: tuple[int, int] | None = 
     shape = (-(-outputs // block[0]), -(-inputs // block[1]))
     made = {
         "weight": draw.integers(-128, 128, outputs, inputs, dtype=torch.int8),
-        "scales": draw.uniform(*shape, low=1e-3, high=3e-3, dtype=torch.bfloat16), "format": "int8", "block": block,
+        "scales": draw.uniform(*shape, low=2e-4, high=6e-4, dtype=torch.bfloat16), "format": "int8", "block": block,
     }  # fmt: skip
     return {**made, "zeros": draw.integers(-20, 20, *shape, dtype=torch.int8)} if zeros else made
 
@@ -47,7 +47,7 @@ def packed(
 ) -> Sample:  # fmt: skip
     """Groups of `size` inputs; None: of all. `order`: of inputs anywhere."""
     each, groups = 32 // bits, inputs // (size or inputs)
-    scales = draw.uniform(outputs, groups, low=0.02 / (1 << bits), high=0.6 / (1 << bits), dtype=torch.bfloat16)
+    scales = draw.uniform(outputs, groups, low=0.01 / (1 << bits), high=0.1 / (1 << bits), dtype=torch.bfloat16)
     made = {"weight": words(draw, outputs, inputs // each), "scales": scales, "format": f"packed{bits}"}
     if zeros:
         made["zeros"] = words(draw, -(-outputs // each), groups)
@@ -59,7 +59,7 @@ def packed(
 def mxfp4(draw: Draw, outputs: int, inputs: int) -> Sample:
     """A power of two for each 32 inputs."""
     blocks = draw.integers(0, 256, outputs, inputs // 32, 16, dtype=torch.uint8)
-    scales = draw.integers(118, 126, outputs, inputs // 32, dtype=torch.uint8)
+    scales = draw.integers(116, 122, outputs, inputs // 32, dtype=torch.uint8)
     return {"weight": blocks, "scales": scales, "format": "mxfp4"}
 
 
@@ -67,7 +67,7 @@ def nvfp4(draw: Draw, outputs: int, inputs: int, *, divided: bool = False, rows:
     """A scale of float8 for each 16 inputs, and one of all or of each row."""
     values = draw.integers(0, 256, outputs, inputs // 2, dtype=torch.uint8)
     scales = draw.uniform(outputs, inputs // 16, low=1.0, high=400.0, dtype=torch.float32).to(torch.float8_e4m3fn)
-    whole = draw.uniform(outputs if rows else 1, 1, low=5e-4, high=1e-3, dtype=torch.float32)
+    whole = draw.uniform(outputs if rows else 1, 1, low=5e-5, high=1e-4, dtype=torch.float32)
     format = "nvfp4_divided" if divided else "nvfp4"
     return {"weight": values, "scales": scales, "global_scale": 1 / whole if divided else whole, "format": format}
 
@@ -75,7 +75,7 @@ def nvfp4(draw: Draw, outputs: int, inputs: int, *, divided: bool = False, rows:
 def awq(draw: Draw, outputs: int, inputs: int, size: int | None = None) -> Sample:
     """AutoAWQ's layout."""
     groups = inputs // (size or inputs)
-    scales = draw.uniform(groups, outputs, low=1e-3, high=4e-2, dtype=torch.float16)
+    scales = draw.uniform(groups, outputs, low=1e-3, high=1e-2, dtype=torch.float16)
     return {
         "weight": words(draw, inputs, outputs // 8), "scales": scales, "zeros": words(draw, groups, outputs // 8),
         "format": "awq",
@@ -87,7 +87,7 @@ def gptq(draw: Draw, outputs: int, inputs: int, size: int | None = None, *, orde
     groups = inputs // (size or inputs)
     made = {
         "weight": words(draw, inputs // 8, outputs), "zeros": words(draw, groups, outputs // 8), "format": "gptq",
-        "scales": draw.uniform(groups, outputs, low=1e-3, high=4e-2, dtype=torch.float16), "zero_offset": 1,
+        "scales": draw.uniform(groups, outputs, low=1e-3, high=1e-2, dtype=torch.float16), "zero_offset": 1,
     }  # fmt: skip
     return {**made, "groups": draw.integers(0, groups, inputs, dtype=torch.int32)} if order else made
 

@@ -1,0 +1,387 @@
+"""The launches of linear layers with weights in few bits, and the memory between them. No torch and no triton here.
+
+How a product is cut into tiles depends on how many rows the input has at most, in a record's sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Const, Dim, Dtype, Expr, Items, TensorType
+from precast.ir.graph.symbols import add, ceildiv, mul, numel
+from precast.ir.memory.liveness import Operand
+from precast.ir.weights.quantised import NVFP4_BLOCK
+from precast.kernels.blocks import power_of_two
+from precast.kernels.linear import records as linear
+from precast.kernels.records import Launch, Launches, Pointer, Stride
+from precast.kernels.rows import rows_of
+from precast.kernels.use import Use
+
+_KERNELS = "precast.kernels.quantised_linear.triton"
+_VALUES = {"packed8": 4, "packed4": 8, "gptq": 8, "mxfp4": 8, "nvfp4": 8, "nvfp4_divided": 8}
+"""Inputs of a word, by format; those of awq are outputs, and those of other formats up to the sizes."""
+_SAME = {"gptq": "packed4", "nvfp4": "fp4", "nvfp4_divided": "fp4"}
+"""Formats whose values are stored as those of another."""
+_MXFP4_BLOCK = 32
+_ROW_TILES = {16: 1, 32: 1, 96: 2, 256: 4, None: 8}
+"""Tiles that at least so many rows are; how many they are at most depends on the step."""
+INPUT_GROUP = 128
+"""Inputs that have a scale together in `fp8_group`, and that are summed at a time where groups of weights allow it."""
+LONGEST_ROUNDED = 32768
+"""Inputs of a row of which one program finds the largest."""
+_ROUNDED_AT_ONCE = 1024
+_PROGRAMS = 396
+"""Programs for three on each of the 132 multiprocessors of Hopper's GPUs: one waits while another computes."""
+_MOST_PARTS = 8
+_SMALL_BYTES, _LARGE_BYTES, _SHARED_BYTES = 56 << 10, 144 << 10, 72 << 10
+"""What is on its way to a program's shared memory: of few rows, where three programs share a multiprocessor of
+Hopper's; of many there, and on other GPUs, some of which have 99 KiB."""
+_SUM_BLOCK = 1024
+_VALUES_AT_ONCE = 32, 128
+"""Outputs and inputs of which a program makes values."""
+_ALIGNED = 256
+"""Bytes that each part of a workspace is a multiple of."""
+ROWS = (16, 32, 96, 256)
+"""Up to so many rows tiles are of one size each; above, of the largest. From the last on a weight is dequantised once
+for all rows, where the input is not rounded: what that takes is little beside the product then."""
+
+
+class Sizes(NamedTuple):
+    """Outputs and inputs of a layer, inputs and outputs that have a scale together, and groups of a row."""
+
+    outputs: int
+    inputs: int
+    group: int
+    rows: int
+    num_groups: int
+
+
+class Tile(NamedTuple):
+    """How a product is cut: rows, outputs, and words of a row that are multiplied at a time; parts of the sums."""
+
+    m: int
+    n: int
+    k: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+def sizes_of(use: Use) -> Sizes | None:
+    """The sizes on one rank; None if one of them isn't known at load."""
+    format = str(use.constant("format"))
+    first, second, inputs = use.number("weight", 0), use.number("weight", 1), use.number("input", -1)
+    scales = use.number("scales", 0), use.number("scales", 1)
+    if first is None or second is None or not inputs or None in scales:
+        return None
+    if format in ("awq", "gptq"):
+        outputs, num_groups = second * (8 if format == "awq" else 1), scales[0]
+    else:
+        outputs, num_groups = first, scales[1]
+    if not outputs or not num_groups:
+        return None
+    if format in ("fp8", "int8"):
+        block = _block(use)
+        return None if block is None else Sizes(outputs, inputs, block[1], block[0], num_groups)
+    given = {"mxfp4": _MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK, "nvfp4_divided": NVFP4_BLOCK}
+    return Sizes(outputs, inputs, given.get(format, inputs // num_groups), 1, num_groups)
+
+
+def _block(use: Use) -> tuple[int, int] | None:
+    """Rows and columns of the weight that have a scale together."""
+    given = use.node.args.get("block")
+    if not isinstance(given, Items):
+        return None
+    sizes = [arg.expr if isinstance(arg, Dim) else arg.value for arg in given.items if isinstance(arg, (Dim, Const))]
+    found = [symbols.substitute(size, {"tp": use.target.tp, "rank": 0}) for size in sizes]  # type: ignore[arg-type]
+    return (found[0], found[1]) if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
+
+
+def values_of_a_word(use: Use) -> int:
+    """Inputs of a word of the weight, which is an int32 but where one value is multiplied as it is stored, or is left
+    over."""
+    format, sizes = str(use.constant("format")), sizes_of(use)
+    if format not in ("fp8", "int8"):
+        return _VALUES.get(format, 1)
+    if sizes is None or _is_exact(use) or sizes.inputs % 4 or (sizes.num_groups > 1 and sizes.group % 4):
+        return 1
+    return 4
+
+
+def _activation(use: Use) -> str:
+    return str(use.constant("activation") or "none")
+
+
+def _is_exact(use: Use) -> bool:
+    """Whether numbers of eight bits are multiplied as they are, of input and weight alike."""
+    format, activation, group = use.constant("format"), _activation(use), _sizes(use).group
+    fits = (format == "fp8" and activation.startswith("fp8")) or (format == "int8" and activation == "int8_token")
+    return fits and not use.has("zeros") and (_sizes(use).num_groups == 1 or group % INPUT_GROUP == 0)
+
+
+def _sizes(use: Use) -> Sizes:
+    sizes = sizes_of(use)
+    assert sizes is not None, "the record's conditions want sizes that are known"
+    return sizes
+
+
+def _scales_at(use: Use, inputs: int) -> str:
+    """Where scales are multiplied by, if so many inputs are summed at a time."""
+    sizes = _sizes(use)
+    if use.has("groups"):
+        return "values"
+    if sizes.num_groups == 1:
+        return "end"
+    return "steps" if sizes.group % inputs == 0 else "values"
+
+
+def tile_of(use: Use, most: int | None) -> Tile:
+    """The tile for so many rows; None: for any number."""
+    if use.constant("format") == "awq":
+        return _tile_of_awq(use, most)
+    sizes, each = _sizes(use), values_of_a_word(use)
+    # Values of words of several are made into operands of few rows without a detour over shared memory.
+    m = 16 if most == ROWS[0] else 32 if each > 1 or most == ROWS[1] else 64 if most is not None else 128
+    if m >= 64:
+        n, parts = 128 if m > 64 and sizes.outputs > 2048 else 64, 1
+    else:
+        # A warp has all rows of the input: with fewer outputs each, bringing these there would take most of the time.
+        n = 64 if m == 16 else 128
+        parts = _parts(sizes, n, most)
+    inputs = INPUT_GROUP if each > 1 or _is_exact(use) or _activation(use) == "fp8_group" else 64
+    if _scales_at(use, inputs) == "values" and each in (1, 4) and sizes.group in (16 * each, 32 * each, 64):
+        inputs = sizes.group
+    bits = 4 if each == 8 else 8
+    stage = m * inputs * use.width("input") + n * inputs * bits // 8
+    many = _LARGE_BYTES if use.target.capability[0] == 9 else _SHARED_BYTES
+    held = _SMALL_BYTES if m == 16 else many // 2 if m == 32 else many
+    return Tile(m, n, inputs // each, parts, 8 if m > 64 else 4, max(2, min(held // stage, 8)))
+
+
+def _tile_of_awq(use: Use, most: int | None) -> Tile:
+    """Words lie side by side along outputs, 32 of them in 128 bytes; for more rows registers hold the sums of half."""
+    sizes = _sizes(use)
+    inputs = INPUT_GROUP if sizes.num_groups == 1 else shared_inputs(sizes.group)
+    m, n, num_warps = (16, 256, 4) if most == ROWS[0] else (32, 128, 8)
+    return Tile(m, n, inputs, _parts(sizes, n, most), num_warps, 3)
+
+
+def shared_inputs(group: int) -> int:
+    """The most inputs of a group, a power of two, that are summed at a time."""
+    return min(group & -group, INPUT_GROUP)
+
+
+def _parts(sizes: Sizes, n: int, most: int | None) -> int:
+    """Programs that share the sum of `n` outputs, of 512 inputs each at least, where tiles of rows are few."""
+    tiles = -(-sizes.outputs // n) * _ROW_TILES[most]
+    return max(1, min(_PROGRAMS // tiles, _MOST_PARTS, sizes.inputs // 512))
+
+
+class _Space(NamedTuple):
+    """The workspace: where the scales of the rounded input and parts of sums begin, in bytes, and its end."""
+
+    scales: Expr
+    parts: Expr
+    end: Expr
+
+
+def _space(use: Use, most: int | None) -> _Space:
+    rows, sizes, tile = numel(use.shape("input")[:-1]), _sizes(use), tile_of(use, most)
+    groups = -(-sizes.inputs // INPUT_GROUP) if _activation(use) == "fp8_group" else 1
+    width = 0 if not _is_rounded(use) else 1 if _is_exact(use) else use.width("input")
+    scales = _aligned(mul(width, rows, sizes.inputs))
+    parts = add(scales, _aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
+    return _Space(scales, parts, add(parts, mul(4 * tile.parts if tile.parts > 1 else 0, rows, sizes.outputs)))
+
+
+def _aligned(size: Expr) -> Expr:
+    return mul(_ALIGNED, ceildiv(size, _ALIGNED))
+
+
+def _is_rounded(use: Use) -> bool:
+    """Whether the input is written anew first: rounded, or laid side by side."""
+    return _activation(use) != "none" or not use.operands["input"].is_contiguous
+
+
+def workspace(most: int | None) -> Callable[[Use], Expr]:
+    """The input's few bits and their scales, and the parts of sums, for up to so many rows."""
+    return lambda use: _space(use, most).end
+
+
+def launches(most: int | None) -> Launches:
+    """The input rounded, if it is; the product; and the sum of its parts, if there are some. For up to so many rows."""
+
+    def made(use: Use) -> tuple[Launch, ...]:
+        first = (_round(use, most),) if _is_rounded(use) else ()
+        product = _awq(use, most) if use.constant("format") == "awq" else _product(use, most)
+        return (*first, product, *((_sum(use, most),) if tile_of(use, most).parts > 1 else ()))
+
+    return made
+
+
+def _sum(use: Use, most: int | None) -> Launch:
+    tile, sizes, rows = tile_of(use, most), _sizes(use), numel(use.shape("input")[:-1])
+    parts, has_pdl = Pointer("workspace", "float32", _space(use, most).parts), use.target.capability >= (9, 0)
+    return Launch(
+        f"{_KERNELS}:sum_kernel",
+        grid=(rows, -(-sizes.outputs // _SUM_BLOCK)),
+        args=(Pointer("out.0"), parts, Pointer("bias") if use.has("bias") else None, rows, sizes.outputs),
+        constants={"SPLIT": tile.parts, "BLOCK": _SUM_BLOCK, "PDL": has_pdl},
+        pdl=has_pdl,
+    )
+
+
+def _round(use: Use, most: int | None) -> Launch:
+    """The input of few bits, and the scales of rows or groups."""
+    rows, sizes, activation = rows_of(use, "input"), _sizes(use), _activation(use)
+    has_pdl = use.target.capability >= (9, 0)
+    kind = activation.partition("_")[0]
+    if activation in ("fp8_token", "int8_token"):
+        group = block = power_of_two(max(sizes.inputs, INPUT_GROUP))
+    else:
+        group, block = INPUT_GROUP if activation == "fp8_group" else 0, _ROUNDED_AT_ONCE
+    space = _space(use, most)
+    return Launch(
+        f"{_KERNELS}:round_kernel",
+        grid=(rows.total, -(-sizes.inputs // block)),
+        args=(
+            _input(use), Pointer("workspace", "float32", space.scales) if group else None, Pointer("input"),
+            Pointer("input_scale") if use.has("input_scale") else None, rows.inner, *rows.strides, sizes.inputs,
+        ),
+        constants={"KIND": kind, "GROUP": group, "BLOCK": block, "PDL": has_pdl},
+        num_warps=max(4, min(block // 1024, 16)),
+        pdl=has_pdl,
+    )  # fmt: skip
+
+
+def _input(use: Use) -> Pointer:
+    """What the product reads."""
+    if not _is_rounded(use):
+        return Pointer("input")
+    exact: Dtype = "float8_e4m3fn" if use.constant("format") == "fp8" else "int8"
+    return Pointer("workspace", exact if _is_exact(use) else use.operands["input"].type.dtype)
+
+
+def _input_scales(use: Use, most: int | None) -> tuple[str, Pointer | None]:
+    kind = {"none": "none", "fp8_tensor": "one", "fp8_group": "steps"}.get(_activation(use), "row")
+    if kind == "one":
+        return kind, Pointer("input_scale")
+    return kind, None if kind == "none" else Pointer("workspace", "float32", _space(use, most).scales)
+
+
+class _Common(NamedTuple):
+    """What both kinds of products are launched with."""
+
+    grid: tuple[Expr, ...]
+    parts: Pointer | None
+    bias: Pointer | None
+    constants: dict[str, int | float | bool | str]
+
+
+def _common(use: Use, most: int | None) -> _Common:
+    tile, sizes, rows = tile_of(use, most), _sizes(use), numel(use.shape("input")[:-1])
+    grid = (ceildiv(rows, tile.m), -(-sizes.outputs // tile.n), tile.parts)
+    parts = Pointer("workspace", "float32", _space(use, most).parts) if tile.parts > 1 else None
+    constants: dict[str, int | float | bool | str] = {
+        "INPUT_SCALES": _input_scales(use, most)[0], "SPLIT": tile.parts, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k, "PDL": use.target.capability >= (9, 0),
+    }  # fmt: skip
+    return _Common(grid, parts, Pointer("bias") if use.has("bias") and parts is None else None, constants)
+
+
+def _offset(use: Use) -> int:
+    offset = use.constant("zero_offset")
+    return int(offset) if isinstance(offset, int) else 0
+
+
+class _Parts(NamedTuple):
+    """How kernels are told of the weight's parts: their addresses, how far outputs and inputs are apart in them, and
+    what is compiled in."""
+
+    pointers: tuple[Pointer | None, ...]
+    strides: tuple[Stride | int, ...]
+    constants: dict[str, int | float | bool | str]
+
+
+def _parts_of(use: Use, each: int) -> _Parts:
+    """The weight as words of so many values."""
+    format, sizes = str(use.constant("format")), _sizes(use)
+    k, n = (0, 1) if format in ("awq", "gptq") else (1, 0)
+    is_bytes = each > 1 and use.width("weight") == 1
+    words = (sizes.inputs // each, 1) if is_bytes else (Stride("weight", n), Stride("weight", k))
+    zeros = (Stride("zeros", n), Stride("zeros", k)) if use.has("zeros") else (0, 0)
+    of_all = "none"
+    if use.has("global_scale"):
+        of_all = ("rows" if use.number("global_scale", 0) != 1 else "one") + ("_divided" if "div" in format else "")
+    names = ("scales", "zeros", "groups", "global_scale")
+    return _Parts(
+        (Pointer("weight", "int32") if is_bytes else Pointer("weight"),
+         *(Pointer(name) if use.has(name) else None for name in names)),
+        (*words, Stride("scales", n), Stride("scales", k), *zeros),
+        {"FORMAT": _SAME.get(format, format), "VALUES": each, "GROUP": sizes.group, "ROWS": sizes.rows,
+         "OFFSET": _offset(use), "GLOBAL": of_all},
+    )  # fmt: skip
+
+
+def _product(use: Use, most: int | None) -> Launch:
+    tile, sizes, each = tile_of(use, most), _sizes(use), values_of_a_word(use)
+    of = _parts_of(use, each)
+    grid, parts, bias, constants = _common(use, most)
+    return Launch(
+        f"{_KERNELS}:product_kernel",
+        grid=grid,
+        args=(
+            Pointer("out.0"), parts, _input(use), *of.pointers, _input_scales(use, most)[1], bias,
+            numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs // each, sizes.num_groups, *of.strides,
+        ),
+        constants={**of.constants, "SCALES": _scales_at(use, tile.k * each), **constants},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        pdl=use.target.capability >= (9, 0),
+    )  # fmt: skip
+
+
+def _awq(use: Use, most: int | None) -> Launch:
+    tile, sizes = tile_of(use, most), _sizes(use)
+    grid, parts, bias, constants = _common(use, most)
+    return Launch(
+        f"{_KERNELS}:awq_kernel",
+        grid=grid,
+        args=(
+            Pointer("out.0"), parts, _input(use), Pointer("weight"), Pointer("scales"), Pointer("zeros"),
+            _input_scales(use, most)[1], bias, numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs,
+        ),
+        constants={"GROUP": sizes.group, "OFFSET": _offset(use), **constants},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        pdl=use.target.capability >= (9, 0),
+    )  # fmt: skip
+
+
+def dequantised(use: Use) -> tuple[Launch, ...]:
+    """The weight's values in the input's dtype, and cuBLASLt's product with them."""
+    sizes, format = _sizes(use), str(use.constant("format"))
+    of = _parts_of(use, _VALUES.get(format, 1))
+    dtype = use.operands["input"].type.dtype
+    values = Pointer("workspace", dtype, linear.workspace_bytes(sizes.outputs))
+    has_pdl, (n, k) = use.target.capability >= (9, 0), _VALUES_AT_ONCE
+    made = Launch(
+        f"{_KERNELS}:dequantise_kernel",
+        grid=(-(-sizes.outputs // n), -(-sizes.inputs // k)),
+        args=(values, *of.pointers, sizes.outputs, sizes.inputs, sizes.num_groups, *of.strides),
+        constants={**of.constants, "BLOCK_N": n, "BLOCK_K": k, "PDL": has_pdl},
+        pdl=has_pdl,
+    )
+    weight = Operand(TensorType(dtype, (sizes.outputs, sizes.inputs)), is_contiguous=True)
+    product = linear.product_into(
+        use._replace(operands={**use.operands, "weight": weight}), Pointer("out.0"), Pointer("workspace")
+    )
+    return made, product._replace(args=tuple(values if arg == Pointer("weight") else arg for arg in product.args))
+
+
+def dequantised_workspace(use: Use) -> Expr:
+    """What cuBLASLt takes, and the values."""
+    sizes = _sizes(use)
+    return linear.workspace_bytes(sizes.outputs) + use.width("input") * sizes.outputs * sizes.inputs

@@ -1,0 +1,510 @@
+"""Linear layers with weights in few bits, in Triton: each value is made in registers where it is multiplied.
+
+1. `round_kernel` rounds the input to few bits, for a layer that wants that, and lays it side by side;
+2. `product_kernel`, or `awq_kernel` for words of neighbouring outputs, multiplies tiles;
+3. `sum_kernel` adds up the parts of a sum that several programs had, in their order.
+
+A weight is read as the words that it is stored in: an int32 of four or eight values, or a value of eight bits. Value
+`j` of all words of a tile is one operand, with every so-many-th input: so no value moves between threads. Products are
+summed in float32. Where a scale belongs decides how often it is multiplied by: with each value, rounded to the input's
+dtype afterwards, as the definition does; or, in groups as long as a tile, with their sum, and rounded never.
+"""
+
+# To pyright a kernel that is called by another returns nothing.
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from precast.kernels.triton_chain import wait_for_previous
+
+
+@triton.jit
+def _on_float8s_grid(x):  # type: ignore[no-untyped-def]
+    """x, of magnitudes to 448, rounded to nearest even among the values of float8_e4m3fn, which have four digits."""
+    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
+    # what is added leaves the float32 no more digits than these
+    more = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    return (x + more) - more
+
+
+@triton.jit
+def round_kernel(  # type: ignore[no-untyped-def]
+    rounded_ptr,
+    scales_ptr,
+    x_ptr,
+    scale_ptr,
+    inner,
+    stride_o,
+    stride_i,
+    stride_k,
+    inputs,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row, or a part of it of BLOCK inputs, divided by its scale and rounded, into rows without gaps.
+
+    KIND: `fp8`, `int8`, or `none` for a copy. A scale for each GROUP inputs goes to `scales_ptr` [rows, groups];
+    without GROUP it is the one that `scale_ptr` has.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = row // inner * stride_o + row % inner * stride_i + k.to(tl.int64) * stride_k
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + place, mask=k < inputs, other=0.0)
+    if KIND != "none":
+        x = x.to(tl.float32)
+        if GROUP:
+            MOST: tl.constexpr = 448.0 if KIND == "fp8" else 127.0
+            groups = tl.reshape(x, (BLOCK // GROUP, GROUP))
+            scale = tl.div_rn(tl.max(tl.abs(groups), 1), tl.full((BLOCK // GROUP,), MOST, tl.float32))
+            group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            count = (inputs + GROUP - 1) // GROUP
+            tl.store(scales_ptr + row * count + group, scale, mask=group < count)
+            divisor = tl.where(scale == 0, 1.0, scale)
+            x = tl.reshape(tl.div_rn(groups, tl.broadcast_to(divisor[:, None], groups.shape)), (BLOCK,))
+        else:
+            scale = tl.load(scale_ptr).to(tl.float32)
+            x = tl.div_rn(x, tl.full((BLOCK,), 1.0, tl.float32) * tl.where(scale == 0, 1.0, scale))
+        if KIND == "fp8":
+            x = _on_float8s_grid(tl.clamp(x, -448.0, 448.0)).to(tl.float8e4nv)
+            if rounded_ptr.dtype.element_ty != tl.float8e4nv:
+                x = x.to(rounded_ptr.dtype.element_ty)
+        else:
+            # beyond 2^23 float32 has integers alone: what is added rounds to nearest even
+            x = tl.clamp((x + 12582912.0) - 12582912.0, -128.0, 127.0).to(rounded_ptr.dtype.element_ty)
+    tl.store(rounded_ptr + row * inputs + k, x, mask=k < inputs)
+
+
+@triton.jit
+def _halves(pair, j: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The lower half of int32 words, or for `j` the upper one, as a number of 16 bits."""
+    half = (pair >> 16).to(tl.int16) if j else pair.to(tl.int16)
+    return half.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _constant(value: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of a dtype, for what is computed in half precision."""
+    return tl.full((1, 1), value, tl.float32).to(dtype)
+
+
+@triton.jit
+def _value(words, j: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Value `j` of each word, less OFFSET: exact in a half-precision dtype.
+
+    Numbers of few bits are put where a number of 16 bits has them, for two values of a word at a time. What float8 and
+    fp4 lack of an exponent is multiplied by then; NaN, which float8 weights have not, comes out as 480.
+    """
+    IS_HALF: tl.constexpr = dtype == tl.float16
+    if FORMAT == "fp8":
+        if words.dtype == tl.int32:
+            MORE: tl.constexpr = 7 if IS_HALF else 4  # pyright: ignore[reportAssignmentType]
+            pair = (words >> (8 * (j % 2))) & 0x00FF00FF
+            pair = ((pair & 0x00800080) << 8) | ((pair & 0x007F007F) << MORE)
+            value = _halves(pair, j // 2, dtype) * _constant(256.0 if IS_HALF else 2.0**120, dtype)
+        else:
+            value = words.to(dtype)
+    elif FORMAT == "int8" or FORMAT == "packed8":
+        # the byte as the last bits of a float32 from 2^23 on
+        IS_SIGNED: tl.constexpr = FORMAT == "int8"
+        byte = (words.to(tl.int32) >> (8 * j)) & 0xFF
+        number = ((byte ^ 0x80 if IS_SIGNED else byte) | 0x4B000000).to(tl.float32, bitcast=True)
+        value = (number - (8388608.0 + (128 if IS_SIGNED else OFFSET))).to(dtype)
+    elif FORMAT == "packed4":
+        # as the last bits of a number from 1024 on in float16, from 128 on in bfloat16
+        pair = ((words >> (4 * (j % 4))) & 0x000F000F) | (0x64006400 if IS_HALF else 0x43004300)
+        value = _halves(pair, j // 4, dtype) - _constant(OFFSET + (1024 if IS_HALF else 128), dtype)
+    else:
+        MANTISSA: tl.constexpr = 9 if IS_HALF else 6  # pyright: ignore[reportAssignmentType]
+        pair = words >> (4 * (j % 4))
+        pair = ((pair & 0x00080008) << 12) | ((pair & 0x00070007) << MANTISSA)
+        value = _halves(pair, j // 4, dtype) * _constant(16384.0 if IS_HALF else 2.0**126, dtype)
+    return value
+
+
+@triton.jit
+def _scale(stored, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales as numbers, float32; those of mxfp4 are stored as exponents."""
+    return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True) if FORMAT == "mxfp4" else stored.to(tl.float32)
+
+
+@triton.jit
+def _input(x_ptr, row, i, has, num_words, j: tl.constexpr, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Inputs `VALUES * i + j` of rows, read four at a time if words have several values."""
+    if VALUES == 1:
+        x = tl.load(x_ptr + row[:, None] * num_words + i[None, :], mask=has, other=0.0)
+    else:
+        EACH: tl.constexpr = VALUES // 4
+        four = x_ptr.to(tl.pointer_type(tl.int64)) + row[:, None] * num_words * EACH + i[None, :] * EACH + j // 4
+        x = (tl.load(four, mask=has, other=0) >> (16 * (j % 4))).to(tl.int16)
+        x = x.to(x_ptr.dtype.element_ty, bitcast=True)
+    return x
+
+
+@triton.jit
+def _points(zeros_ptr, n, g, has, stride_n, stride_g, FORMAT: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What stands for 0 in outputs `n` and groups `g`, as stored, float32."""
+    if FORMAT == "int8":
+        points = tl.load(zeros_ptr + n // ROWS * stride_n + g * stride_g, mask=has, other=0)
+    else:
+        BITS: tl.constexpr = 32 // VALUES
+        MOST: tl.constexpr = 15 if VALUES == 8 else 255  # pyright: ignore[reportAssignmentType]
+        words = tl.load(zeros_ptr + n // VALUES * stride_n + g * stride_g, mask=has, other=0)
+        points = (words >> (n % VALUES * BITS)) & MOST
+    return points.to(tl.float32)
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    y_ptr,
+    parts_ptr,
+    total,
+    row,
+    n,
+    num_rows,
+    outputs,
+    global_ptr,
+    row_scales_ptr,
+    bias_ptr,
+    GLOBAL: tl.constexpr,
+    INPUT_SCALES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Multiplies by the scales of rows and of all, and adds the bias; or stores the part of a sum."""
+    is_row, is_output = row < num_rows, n < outputs
+    if INPUT_SCALES == "row" or INPUT_SCALES == "one":
+        of = row_scales_ptr + (row if INPUT_SCALES == "row" else row * 0)
+        total *= tl.load(of, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if GLOBAL != "none":
+        of_all = global_ptr + (n if GLOBAL == "rows" or GLOBAL == "rows_divided" else n * 0)
+        whole = tl.load(of_all, mask=is_output, other=1.0).to(tl.float32)[None, :]
+        total = total / whole if GLOBAL == "one_divided" or GLOBAL == "rows_divided" else total * whole
+    place = row.to(tl.int64)[:, None] * outputs + n[None, :]
+    has = is_row[:, None] & is_output[None, :]
+    if SPLIT > 1:
+        tl.store(parts_ptr + tl.program_id(2).to(tl.int64) * num_rows * outputs + place, total, mask=has)
+    else:
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=has)
+
+
+@triton.jit
+def product_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    parts_ptr,
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    groups_ptr,
+    global_ptr,
+    row_scales_ptr,
+    bias_ptr,
+    num_rows,
+    outputs,
+    num_words,
+    num_groups,
+    word_stride_n,
+    word_stride_k,
+    scale_stride_n,
+    scale_stride_g,
+    zero_stride_n,
+    zero_stride_g,
+    FORMAT: tl.constexpr,
+    VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    INPUT_SCALES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of y = x w^T, or of the sum's part `program_id(2)` of SPLIT; BLOCK_K words of a row at a time.
+
+    A word has VALUES inputs. GROUP inputs and ROWS outputs have a scale; SCALES says where it is multiplied by: with
+    each value (`values`), with the sum of BLOCK_K words (`steps`), or at the end, if a row has one group (`end`).
+    OFFSET and `zeros_ptr` are subtracted from values; `groups_ptr` has the group of each input. INPUT_SCALES: the input
+    has none, one of each row, of all (`one`), or of as many inputs as BLOCK_K words have (`steps`).
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_output = row < num_rows, n < outputs
+    steps = tl.cdiv(tl.cdiv(num_words, BLOCK_K), SPLIT)
+    first = tl.program_id(2) * steps * BLOCK_K
+    end = tl.minimum(first + steps * BLOCK_K, num_words)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    IS_EXACT: tl.constexpr = dtype == tl.float8e4nv or dtype == tl.int8
+    NOTHING: tl.constexpr = 0.0 if words_ptr.dtype.element_ty == tl.float8e4nv else 0  # pyright: ignore[reportAssignmentType]
+    of_row = row.to(tl.int64)
+    word_ptrs = words_ptr + n.to(tl.int64)[:, None] * word_stride_n
+    scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    wait_for_previous(PDL)
+    if SCALES == "end":
+        scale = _scale(tl.load(scale_ptrs, mask=is_output, other=0.0), FORMAT)
+
+    for start in range(first, end, BLOCK_K):
+        i = start + tl.arange(0, BLOCK_K)
+        has_word = is_output[:, None] & (i < num_words)[None, :]
+        has_input = is_row[:, None] & (i < num_words)[None, :]
+        words = tl.load(word_ptrs + i.to(tl.int64)[None, :] * word_stride_k, mask=has_word, other=NOTHING)
+        if SCALES == "steps":
+            g = start * VALUES // GROUP
+            scale = _scale(tl.load(scale_ptrs + g * scale_stride_g, mask=is_output, other=0.0), FORMAT)
+        if SCALES == "values" and groups_ptr is None:
+            of = (i * VALUES // GROUP)[None, :]
+            stored = tl.load(scale_ptrs[:, None] + of * scale_stride_g, mask=has_word, other=0.0)
+            scales = _scale(stored, FORMAT)
+            if zeros_ptr is not None:
+                zeros = _points(zeros_ptr, n[:, None], of, has_word, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
+        if SCALES != "values" and zeros_ptr is not None:
+            of_step = 0 if SCALES == "end" else start * VALUES // GROUP
+            points = _points(zeros_ptr, n, of_step, is_output, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
+            inputs = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        if INPUT_SCALES == "steps":
+            count = tl.cdiv(num_words, BLOCK_K)
+            of_input = tl.load(row_scales_ptr + of_row * count + start // BLOCK_K, mask=is_row, other=0.0)
+        if IS_EXACT:
+            x = _input(x_ptr, of_row, i, has_input, num_words, 0, 1)
+            if dtype == tl.int8:
+                part = tl.dot(x, tl.trans(words), out_dtype=tl.int32).to(tl.float32)
+            else:
+                part = tl.dot(x, tl.trans(words), out_dtype=tl.float32)
+        else:
+            IN_STEPS: tl.constexpr = SCALES == "steps" or INPUT_SCALES == "steps"
+            part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if IN_STEPS else total
+            for j in tl.static_range(VALUES):
+                x = _input(x_ptr, of_row, i, has_input, num_words, j, VALUES)
+                value = _value(words, j, FORMAT, OFFSET, dtype)
+                if SCALES == "values":
+                    if groups_ptr is not None:
+                        group = tl.load(groups_ptr + i * VALUES + j, mask=i < num_words, other=-1)[None, :]
+                        has_group = has_word & (group >= 0) & (group < num_groups)
+                        stored = tl.load(scale_ptrs[:, None] + group * scale_stride_g, mask=has_group, other=0.0)
+                        scales = _scale(stored, FORMAT)
+                        if zeros_ptr is not None:
+                            zeros = _points(
+                                zeros_ptr, n[:, None], group, has_group, zero_stride_n, zero_stride_g, FORMAT, VALUES,
+                                ROWS,
+                            )  # fmt: skip
+                    if FORMAT == "fp4" or FORMAT == "mxfp4":
+                        # no digits are lost; a power of two that float16 has not is cut to its largest
+                        value = value * tl.minimum(scales, 32768.0 if dtype == tl.float16 else 3e38).to(dtype)
+                    else:
+                        wide = value.to(tl.float32)
+                        if zeros_ptr is not None:
+                            wide -= zeros
+                        value = (wide * scales).to(dtype)
+                elif zeros_ptr is not None:
+                    inputs += x.to(tl.float32)
+                part = tl.dot(x, tl.trans(value), part)
+        if SCALES != "values" and zeros_ptr is not None:
+            # what stands for 0 is the same for all inputs of a group: it is multiplied with their sum
+            part -= tl.sum(inputs, 1)[:, None] * points[None, :]
+        if SCALES == "steps":
+            part *= scale[None, :]
+        if INPUT_SCALES == "steps":
+            part *= of_input[:, None]
+        if IS_EXACT or SCALES == "steps" or INPUT_SCALES == "steps":
+            total += part
+        else:
+            total = part
+
+    if SCALES == "end":
+        total *= scale[None, :]
+    _finish(
+        y_ptr, parts_ptr, total, row, n, num_rows, outputs, global_ptr, row_scales_ptr, bias_ptr, GLOBAL, INPUT_SCALES,
+        SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _eighth(total, x, words, points, inputs, scale_ptrs, is_word, j: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`total` and the product of x with output `j` of each word, of inputs of one group. AutoAWQ has the even outputs
+    of a word in its lower half. `inputs`: the sum of x, which is multiplied with what stands for 0."""
+    dtype: tl.constexpr = x.dtype
+    START: tl.constexpr = j // 2 + j % 2 * 4
+    value = _value(words, START, "packed4", 0, dtype)
+    zeros = ((points >> (4 * START)) & 15) + OFFSET
+    scale = tl.load(scale_ptrs + j, mask=is_word, other=0.0).to(tl.float32)
+    part = tl.dot(x, value) - inputs[:, None] * zeros.to(tl.float32)[None, :]
+    return total + part * scale[None, :]
+
+
+@triton.jit
+def awq_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    parts_ptr,
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    row_scales_ptr,
+    bias_ptr,
+    num_rows,
+    outputs,
+    inputs,
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INPUT_SCALES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `product_kernel`, for words of eight outputs: `words_ptr` [inputs, outputs / 8], scales [groups, outputs],
+    zeros [groups, outputs / 8]. BLOCK_K inputs are of one group.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
+    width = outputs // 8
+    is_row, is_word = row < num_rows, c < width
+    steps = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLIT)
+    first = tl.program_id(2) * steps * BLOCK_K
+    end = tl.minimum(first + steps * BLOCK_K, inputs)
+    t0 = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
+    t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
+    wait_for_previous(PDL)
+
+    for start in range(first, end, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        is_input = k < inputs
+        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * inputs + k[None, :]
+        x = tl.load(x_ptrs, mask=is_row[:, None] & is_input[None, :], other=0.0)
+        word_ptrs = words_ptr + k.to(tl.int64)[:, None] * width + c[None, :]
+        words = tl.load(word_ptrs, mask=is_input[:, None] & is_word[None, :], other=0)
+        g = start // GROUP
+        points = tl.load(zeros_ptr + g * width + c, mask=is_word, other=0)
+        scale_ptrs = scales_ptr + g * outputs + 8 * c
+        total = tl.sum(x.to(tl.float32), 1)
+        t0 = _eighth(t0, x, words, points, total, scale_ptrs, is_word, 0, OFFSET)
+        t1 = _eighth(t1, x, words, points, total, scale_ptrs, is_word, 1, OFFSET)
+        t2 = _eighth(t2, x, words, points, total, scale_ptrs, is_word, 2, OFFSET)
+        t3 = _eighth(t3, x, words, points, total, scale_ptrs, is_word, 3, OFFSET)
+        t4 = _eighth(t4, x, words, points, total, scale_ptrs, is_word, 4, OFFSET)
+        t5 = _eighth(t5, x, words, points, total, scale_ptrs, is_word, 5, OFFSET)
+        t6 = _eighth(t6, x, words, points, total, scale_ptrs, is_word, 6, OFFSET)
+        t7 = _eighth(t7, x, words, points, total, scale_ptrs, is_word, 7, OFFSET)
+
+    totals = (t0, t1, t2, t3, t4, t5, t6, t7)
+    for j in tl.static_range(8):
+        _finish(
+            y_ptr, parts_ptr, totals[j], row, 8 * c + j, num_rows, outputs, None, row_scales_ptr, bias_ptr, "none",
+            INPUT_SCALES, SPLIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def dequantise_kernel(  # type: ignore[no-untyped-def]
+    values_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    groups_ptr,
+    global_ptr,
+    outputs,
+    inputs,
+    num_groups,
+    word_stride_n,
+    word_stride_k,
+    scale_stride_n,
+    scale_stride_g,
+    zero_stride_n,
+    zero_stride_g,
+    FORMAT: tl.constexpr,
+    VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs and BLOCK_K inputs of the weight's values, [outputs, inputs], rounded to their dtype.
+
+    As in `product_kernel`; FORMAT may be `awq` too, and `packed4` is of eight outputs in `zeros_ptr`, too.
+    """
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    has = (n < outputs) & (k < inputs)
+    wait_for_previous(PDL)
+    BITS: tl.constexpr = 32 // VALUES
+    shift_n = n % VALUES * BITS
+    if FORMAT == "awq":
+        shift_n = n % 8 // 2 * 4 + n % 2 * 16
+        words = tl.load(words_ptr + k.to(tl.int64) * word_stride_k + n // 8, mask=has, other=0)
+        value = ((words >> shift_n) & 15).to(tl.float32)
+    elif VALUES == 1:
+        nothing: tl.constexpr = 0.0 if FORMAT == "fp8" else 0  # pyright: ignore[reportAssignmentType]
+        value = tl.load(words_ptr + n.to(tl.int64) * word_stride_n + k, mask=has, other=nothing).to(tl.float32)
+    else:
+        place = n.to(tl.int64) * word_stride_n + (k // VALUES).to(tl.int64) * word_stride_k
+        bits = (tl.load(words_ptr + place, mask=has, other=0) >> (k % VALUES * BITS)) & ((1 << BITS) - 1)
+        if FORMAT == "fp4" or FORMAT == "mxfp4":
+            exponent = (bits >> 1) & 3
+            mantissa = (bits & 1) + tl.where(exponent > 0, 2, 0)
+            power = ((tl.maximum(exponent, 1) + 125) << 23).to(tl.float32, bitcast=True)
+            value = mantissa.to(tl.float32) * power * tl.where(bits > 7, -1.0, 1.0)
+        else:
+            value = bits.to(tl.float32)
+    if groups_ptr is not None:
+        g = tl.load(groups_ptr + k, mask=k < inputs, other=-1)
+        has = has & (g >= 0) & (g < num_groups)
+    else:
+        g = k // GROUP if num_groups > 1 else k * 0
+    if zeros_ptr is not None:
+        EACH: tl.constexpr = 8 if FORMAT == "awq" else 1 if FORMAT == "int8" else VALUES
+        of = n // (ROWS if FORMAT == "int8" else EACH) * zero_stride_n + g * zero_stride_g
+        points = tl.load(zeros_ptr + of, mask=has, other=0)
+        if FORMAT != "int8":
+            points = (points >> shift_n) & ((1 << (32 // EACH)) - 1)
+        value -= points.to(tl.float32)
+    value -= OFFSET
+    scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n + g * scale_stride_g
+    scale = _scale(tl.load(scale_ptrs, mask=has, other=0.0), FORMAT)
+    if GLOBAL != "none":
+        of_all = global_ptr + (n if GLOBAL == "rows" or GLOBAL == "rows_divided" else n * 0)
+        whole = tl.load(of_all, mask=n < outputs, other=1.0).to(tl.float32)
+        if GLOBAL == "one_divided" or GLOBAL == "rows_divided":
+            scale = tl.div_rn(scale, tl.broadcast_to(whole, scale.shape))
+        else:
+            scale *= whole
+    place = n.to(tl.int64) * inputs + k
+    tl.store(values_ptr + place, (value * scale).to(values_ptr.dtype.element_ty), mask=(n < outputs) & (k < inputs))
+
+
+@triton.jit
+def sum_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    parts_ptr,
+    bias_ptr,
+    num_rows,
+    outputs,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = the sum of SPLIT parts, in their order, + bias: BLOCK elements of a row a program."""
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * outputs + n
+    is_output = n < outputs
+    wait_for_previous(PDL)
+    total = tl.load(parts_ptr + place, mask=is_output, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        total += tl.load(parts_ptr + part * num_rows * outputs + place, mask=is_output, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + n, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(y_ptr + place, total.to(y_ptr.dtype.element_ty), mask=is_output)

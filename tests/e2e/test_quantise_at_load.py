@@ -1,0 +1,143 @@
+"""`--quantise fp8`: weights that are brought to 8 bits while they are read. The logits are those of transformers with
+these weights rounded beforehand, on one rank and on several; everything else is as it was."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from quantised import part_of_fp8
+from reference import hf_logits, relative_error
+
+import precast
+from precast.builder.source.shrink import random_model
+from precast.check.shards import prove, unsharded
+from precast.ir.artifact import Bundle
+from precast.ir.errors import BuildError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import Quantise, Recipe
+from precast.ir.weights import recipes
+
+PROMPT = [5, 9, 70, 33, 12, 88]
+BLOCK = (128, 128)
+WIDE = {"hidden_size": 192, "intermediate_size": 320}
+"""Sizes that end within a block."""
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[int, ...]]] = {
+    # model: (family, changes of its config, ends of the weights that are rounded, numbers of ranks)
+    "llama": ("llama", WIDE, ("_proj.weight",), (2,)),
+    "small": ("llama-tied-bias", {}, ("_proj.weight",), (2,)),
+    "experts": ("qwen2_moe", {}, ("_proj.weight",), (2, 4)),
+    "stacked experts": ("gpt_oss", {}, ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight",
+                                        "experts.gate_up_proj", "experts.down_proj"), (2,)),
+    "latents": ("deepseek_v3", {}, ("_proj.weight", "_mqa.weight"), (2,)),
+}  # fmt: skip
+
+
+def is_quantised(recipe: Recipe) -> bool:
+    return isinstance(recipe, Quantise) or any(map(is_quantised, recipes.parts(recipe)))
+
+
+def rounded(model: Any, ends: tuple[str, ...]) -> list[str]:
+    """Round the weights whose names end so, as a load does, in place; their names. Experts count one by one, as the
+    checkpoint stores them."""
+    names = []
+    for name, weight in model.named_parameters():
+        if name.endswith(ends) and "kv_b_proj" not in name:
+            names.append(name)
+            parts = [weight.data]
+            if name.endswith("experts.gate_up_proj") and getattr(model.config, "model_type", "") != "gpt_oss":
+                parts = list(weight.data.chunk(2, dim=1))
+            for part in parts:
+                values, scales = (part_of_fp8(part, which, BLOCK) for which in ("values", "scales"))
+                rows, columns = (torch.arange(size) // 128 for size in part.shape[-2:])
+                part.copy_(values.float() * scales[..., rows, :][..., columns])
+    return names
+
+
+def of_experts(ends: tuple[str, ...], family: str) -> tuple[str, ...]:
+    return (*ends, "experts.gate_up_proj", "experts.down_proj") if family != "gpt_oss" else ends
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_rounded_weights(case: str, tmp_path: Path) -> None:
+    family, changes, ends, worlds = CASES[case]
+    config = families.make_config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = random_model(config)
+    model.save_pretrained(tmp_path / "ckpt")
+    exact = hf_logits(model, [PROMPT])[0]
+
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", quantise="fp8")
+
+    found = precast.load(tmp_path / "b", weights=tmp_path / "ckpt", device="cpu").logits(PROMPT)
+    names = rounded(model, of_experts(ends, family))
+    assert relative_error(found, hf_logits(model, [PROMPT])[0]) < 2e-4
+    assert relative_error(found, exact) > 1e-3
+    assert_stored(bundle, model, names)
+    alone = unsharded(bundle, tmp_path / "ckpt")
+    for tp in worlds:
+        assert prove(bundle, tmp_path / "ckpt", tp=tp, alone=alone).holds
+
+
+def assert_stored(bundle: Bundle, model: Any, names: list[str]) -> None:
+    """As many numbers of 8 bits as the rounded weights have, and no other param of few bits but their scales."""
+    made = [param for param in bundle.graph.params if is_quantised(param.recipe)]
+    values = [param for param in made if param.type.dtype == "float8_e4m3fn"]
+    count = sum(model.get_parameter(name).numel() for name in names)
+    assert {param.type.dtype for param in made} == {"float8_e4m3fn", "float32"}
+    assert sum(prod(map(int, on_one_rank(param.type.shape))) for param in values) == count
+
+
+def on_one_rank(shape: tuple[Any, ...]) -> list[int]:
+    return [symbols.evaluate(size, {"tp": 1, "ep": 1, "rank": 0}) for size in shape]
+
+
+def test_a_weight_that_no_op_takes_in_8_bits_is_read_as_it_is(tmp_path: Path) -> None:
+    bundle = precast.build(families.make_config("deepseek_v3"), tmp_path / "b", dtype="float32", quantise="fp8")
+
+    kept = {param.name: param for param in bundle.graph.params}["model.layers.0.self_attn.kv_b_proj.weight"]
+    assert not is_quantised(kept.recipe)
+    assert "precast.paged_latent_attention takes it" in bundle.provenance["not quantised"]
+
+
+@pytest.mark.parametrize("quantise", ["int4", "fp8_e5m2", "", 8])
+def test_formats_that_are_not_known(quantise: Any, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=f"quantise is {quantise}, expected fp8") as error:
+        precast.build(families.make_config("llama"), tmp_path / "b", quantise=quantise)
+
+    assert error.value.code == "option-invalid"
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}, {},
+         "quantised already, by fp8"),
+        ({}, {"dequantise": True}, "the pass keep_quantised is left out"),
+        ({}, {"disabled_passes": ("keep_quantised",)}, "the pass keep_quantised is left out"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_it(changes: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = families.make_config("llama")
+    for name, value in changes.items():
+        setattr(config, name, value)
+
+    with pytest.raises(BuildError, match=message) as error:
+        precast.build(config, tmp_path / "b", quantise="fp8", **more)
+
+    assert error.value.code == "option-invalid"
+
+
+def test_snapshots_tell_them_apart(tmp_path: Path) -> None:
+    config, options = families.make_config("llama"), {"max_seq_len": 64, "snapshots": tmp_path / "snapshots"}
+    plain = precast.build(config, tmp_path / "plain", **options)
+    small = precast.build(config, tmp_path / "small", **options, quantise="fp8")
+    again = precast.build(config, tmp_path / "again", **options, quantise="fp8")
+
+    assert [each.provenance["from_snapshot"] for each in (plain, small, again)] == [False, False, True]
+    assert small.digest == again.digest != plain.digest

@@ -1,0 +1,151 @@
+"""Linear layers with weights in few bits, in Triton, against their definition: each format, odd sizes, all numbers of
+rows; in Triton's interpreter and on GPUs.
+
+`test_triton.py` runs this file in a process of its own. The interpreter cuts what it converts to bfloat16
+where devices round, so that dtype is tried on GPUs only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from op_samples import quantised
+from op_samples.draw import Draw, Sample
+
+from precast.ir.ops.rows_tokens import QUANTISED_INPUTS
+from precast.kernels.choices import fitting
+from precast.kernels.dequantise.dequantise import Quantised, dequantise
+from precast.kernels.launch import Launched, as_function, use_of_tensors
+from precast.kernels.quantised_linear.launches import dequantised
+from precast.kernels.quantised_linear.quantised_linear import QUANTISED_LINEAR, quantised_linear
+from precast.kernels.records import Pointer, Record
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+DTYPES = [torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+FORMATS: dict[str, Callable[[Draw], tuple[int, Sample]]] = {
+    # name: inputs and the weight
+    "fp8 in blocks": lambda draw: (300, quantised.fp8(draw, 70, 300, (128, 128))),
+    "fp8 in odd blocks": lambda draw: (45, quantised.fp8(draw, 37, 45, (4, 9))),
+    "fp8 in short blocks": lambda draw: (96, quantised.fp8(draw, 33, 96, (1, 32))),
+    "fp8 of rows": lambda draw: (77, quantised.fp8(draw, 33, 77, (1, 77))),
+    "fp8 of all": lambda draw: (77, quantised.fp8(draw, 33, 77, (33, 77))),
+    "int8 of rows": lambda draw: (77, quantised.int8(draw, 33, 77)),
+    "int8 in words": lambda draw: (100, quantised.int8(draw, 33, 100)),
+    "int8 in words, with points": lambda draw: (128, quantised.int8(draw, 33, 128, (3, 64), zeros=True)),
+    "fp8 in words": lambda draw: (100, quantised.fp8(draw, 33, 100, (1, 100))),
+    "int8 with points": lambda draw: (77, quantised.int8(draw, 33, 77, (3, 10), zeros=True)),
+    "int8 of rows with points": lambda draw: (77, quantised.int8(draw, 33, 77, zeros=True)),
+    "packed4 of rows": lambda draw: (200, quantised.packed(draw, 37, 200)),
+    "packed4": lambda draw: (256, quantised.packed(draw, 37, 256, size=128)),
+    "packed4 with points": lambda draw: (256, quantised.packed(draw, 37, 256, size=128, zeros=True)),
+    "packed4 in short groups": lambda draw: (96, quantised.packed(draw, 37, 96, size=32, zeros=True)),
+    "packed4 in any order": lambda draw: (96, quantised.packed(draw, 37, 96, size=32, zeros=True, order=True)),
+    "packed8": lambda draw: (256, quantised.packed(draw, 37, 256, 8, size=128, zeros=True)),
+    "packed8 of rows": lambda draw: (100, quantised.packed(draw, 37, 100, 8)),
+    "mxfp4": lambda draw: (96, quantised.mxfp4(draw, 37, 96)),
+    "nvfp4": lambda draw: (80, quantised.nvfp4(draw, 37, 80)),
+    "nvfp4 of rows, divided": lambda draw: (80, quantised.nvfp4(draw, 37, 80, divided=True, rows=True)),
+    "awq": lambda draw: (256, quantised.awq(draw, 40, 256, 128)),
+    "awq in short groups": lambda draw: (96, quantised.awq(draw, 40, 96, 32)),
+    "awq of all": lambda draw: (77, quantised.awq(draw, 40, 77)),
+    "gptq": lambda draw: (256, quantised.gptq(draw, 40, 256, 128)),
+    "gptq in any order": lambda draw: (96, quantised.gptq(draw, 40, 96, 32, order=True)),
+}
+each_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def record_for(sample: Sample, tokens: int) -> Record:
+    """The first that takes it; of many rows Triton's, where the other is a library's, which has no interpreter."""
+    use = use_of_tensors("precast.quantised_linear", 1, sample)
+    return next(record for record in fitting(use, {"T": tokens}) if record.kind != "library")
+
+
+def check(sample: Sample, tokens: int, same: Callable[..., None]) -> None:
+    """With the tiles for so many tokens."""
+    record = record_for(sample, tokens)
+    assert record.kind == "triton", record.name
+    found = as_function(record)(**sample)
+
+    expected = quantised_linear(**{name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()})
+    same(QUANTISED_LINEAR, found.cpu(), expected)
+
+
+@each_format
+@each_dtype
+def test_formats(format: str, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    draw = Draw(dtype, DEVICE)
+    inputs, weight = FORMATS[format](draw)
+    check(quantised.call(draw.normal(1, 3, inputs), weight), 3, same)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17, 33, 130, 257])
+@pytest.mark.parametrize("format", ["fp8 in blocks", "packed4", "awq"])
+@each_dtype
+def test_rows(rows: int, format: str, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    draw = Draw(dtype, DEVICE)
+    inputs, weight = FORMATS[format](draw)
+    bias = draw.normal(40 if format == "awq" else len(weight["weight"]))
+    check(quantised.call(draw.normal(1, rows, inputs), weight, bias=bias), rows, same)
+
+
+@pytest.mark.parametrize(
+    ("format", "activation"),
+    [
+        (format, activation)
+        for format in ("fp8 in blocks", "fp8 in odd blocks", "int8 of rows", "packed4", "awq")
+        for activation in QUANTISED_INPUTS[1:]
+        if (format, activation) != ("awq", "fp8_group")
+    ],
+)
+@each_dtype
+def test_rounded_inputs(activation: str, format: str, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    draw = Draw(dtype, DEVICE)
+    inputs, weight = FORMATS[format](draw)
+    scale = draw.uniform(1, low=0.004, high=0.008, dtype=torch.float32) if activation == "fp8_tensor" else None
+    input = draw.normal(2, 3, 2 * inputs)[..., 1::2]
+    input[0, 0] = 0
+    check(quantised.call(input, weight, input_scale=scale, activation=activation), 6, same)
+
+
+@pytest.mark.parametrize("make", [quantised.packed, partial(quantised.fp8, block=(1, 2048)), quantised.awq])
+def test_sums_in_parts(make: Callable[..., Sample], same: Callable[..., None]) -> None:
+    draw = Draw(torch.float16, DEVICE)
+    sample = quantised.call(draw.normal(3, 2048), make(draw, 40, 2048), bias=draw.normal(40))
+    launches: Any = record_for(sample, 3).runs
+    assert len(launches(use_of_tensors("precast.quantised_linear", 1, sample))) == 2
+
+    check(sample, 3, same)
+
+
+@each_format
+@each_dtype
+def test_values_are_the_definitions(format: str, dtype: torch.dtype) -> None:
+    """Those that cuBLASLt multiplies with, of many rows."""
+    draw = Draw(dtype, DEVICE)
+    inputs, weight = FORMATS[format](draw)
+    sample = quantised.call(draw.normal(1, 300, inputs), weight)
+    use = use_of_tensors("precast.quantised_linear", 1, sample)
+    launch, product = dequantised(use)
+    assert product.library
+    values = torch.full((int(product.constants["outputs"]), inputs), torch.nan, dtype=dtype, device=DEVICE)
+
+    args = tuple(Pointer("out.0") if arg == launch.args[0] else arg for arg in launch.args)
+    Launched([launch._replace(args=args)])(**{name: x for name, x in sample.items() if x is not None}, out=values)
+
+    expected = dequantise(Quantised(**{name: sample.get(name, of) for name, of in Quantised._field_defaults.items()},
+                                    weight=sample["weight"], scales=sample["scales"]))  # fmt: skip
+    expected = expected.t() if format.startswith(("awq", "gptq")) else expected
+    torch.testing.assert_close(values, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_an_input_with_gaps_is_laid_side_by_side(same: Callable[..., None]) -> None:
+    draw = Draw(torch.float16, DEVICE)
+    check(quantised.call(draw.normal(1, 2, 5, 77)[:, :, 1:4], quantised.int8(draw, 9, 77)), 6, same)

@@ -1,0 +1,292 @@
+"""Linear layers with weights in few bits: the definition by hand and as transformers computes it, which kernels are
+chosen where, and that they compile as they should. What they compute: `launched_quantised_linear.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_launches import compiled, stack_bytes
+from op_samples import quantised
+from op_samples.draw import Draw, Sample
+from quantised import dequantised
+
+from precast.ir.errors import TargetError
+from precast.ir.graph import symbols
+from precast.ir.graph.schema import (
+    Apply,
+    Const,
+    Dequantise,
+    Dtype,
+    Expr,
+    Graph,
+    Items,
+    Node,
+    Param,
+    Read,
+    Ref,
+    Symbol,
+    TensorType,
+    Value,
+)
+from precast.ir.graph.world import bound
+from precast.kernels.choices import cases, resolve, workspace
+from precast.kernels.quantised_linear.quantised_linear import quantise_input, quantised_linear
+from precast.kernels.step_launches import step_launches
+from precast.kernels.use import GPU, Target, Use, use_of
+
+DRAW = Draw(torch.float32, torch.device("cpu"))
+PARTS = ("weight", "scales", "zeros", "groups", "global_scale")
+FIELDS = dict(zip(PARTS, ("of", "scales", "zeros", "groups", "global_scale"), strict=True))
+WEIGHTS: dict[str, Sample] = {
+    "fp8": quantised.fp8(DRAW, 27, 45),
+    "int8": quantised.int8(DRAW, 27, 45, (4, 8), zeros=True),
+    "packed4": quantised.packed(DRAW, 27, 48, size=16, zeros=True),
+    "packed8": quantised.packed(DRAW, 27, 48, 8, size=16, order=True),
+    "mxfp4": quantised.mxfp4(DRAW, 27, 96),
+    "nvfp4": quantised.nvfp4(DRAW, 27, 48),
+    "nvfp4_divided": quantised.nvfp4(DRAW, 27, 48, divided=True),
+    "awq": quantised.awq(DRAW, 24, 48, 16),
+    "gptq": quantised.gptq(DRAW, 24, 48, 16, order=True),
+}
+
+
+@pytest.mark.parametrize("format", WEIGHTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_a_linear_layer_with_the_values_of_the_recipe(format: str, dtype: torch.dtype) -> None:
+    weight = WEIGHTS[format]
+    read = {FIELDS[name]: Read(name, ()) for name in PARTS if name in weight}
+    recipe = Dequantise(**read, format=format, block=weight.get("block"), zero_offset=weight.get("zero_offset", 0))  # type: ignore[arg-type]
+    values = dequantised(recipe, [weight[name] for name in PARTS if name in weight])
+    values = values.t() if format in ("awq", "gptq") else values
+    x, bias = DRAW.normal(1, 5, values.shape[1], dtype=dtype), DRAW.normal(values.shape[0], dtype=dtype)
+
+    found = quantised_linear(**quantised.call(x, weight, bias=bias))
+
+    expected = torch.nn.functional.linear(x, values.to(dtype), bias)
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_groups_of_gptq_are_in_order_without_a_list() -> None:
+    weight, x = quantised.gptq(DRAW, 24, 48, 16), DRAW.normal(5, 48)
+    listed = {**weight, "groups": (torch.arange(48) // 16).int()}
+
+    assert torch.equal(quantised_linear(**quantised.call(x, weight)), quantised_linear(**quantised.call(x, listed)))
+
+
+def test_inputs_of_no_group_count_for_nothing() -> None:
+    weight, x = quantised.gptq(DRAW, 24, 48, 16, order=True), DRAW.normal(5, 48)
+    weight["groups"][7], weight["groups"][30] = -1, 3
+    without = x.clone()
+    without[:, 7] = without[:, 30] = 0
+
+    found, expected = (quantised_linear(**quantised.call(each, weight)) for each in (x, without))
+    assert torch.equal(found, expected)
+
+
+def test_rows_of_a_global_scale() -> None:
+    """As layers with one each beside each other have it."""
+    first, second = (quantised.nvfp4(DRAW, rows, 48) for rows in (8, 16))
+    both = {name: torch.cat([first[name].view(torch.uint8), second[name].view(torch.uint8)]).view(first[name].dtype)
+            for name in ("weight", "scales")}  # fmt: skip
+    whole = torch.cat([first["global_scale"].expand(8, 1), second["global_scale"].expand(16, 1)])
+    x = DRAW.normal(3, 48)
+
+    found = quantised_linear(**quantised.call(x, {**both, "global_scale": whole, "format": "nvfp4"}))
+
+    parts = [quantised_linear(**quantised.call(x, each)) for each in (first, second)]
+    torch.testing.assert_close(found, torch.cat(parts, -1), rtol=1e-6, atol=1e-6)
+
+
+def test_values_of_eight_bits_by_hand() -> None:
+    x = torch.tensor([[2.0, -448.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [127.0, 63.4, -1.5, 2.5]])
+
+    # 448 / 448 is 1: what float8 holds stays; 127 / 127 is 1, and halves go to the even number
+    assert quantise_input(x, "fp8_token")[:2].tolist() == x[:2].tolist()
+    assert quantise_input(x, "int8_token")[1:].tolist() == [[0.0] * 4, [127.0, 63.0, -2.0, 2.0]]
+    # of a scale of 2: 448 at most, and 31.7 lies between 30 and 32
+    of_two = quantise_input(x, "fp8_tensor", torch.tensor([2.0]))
+    assert of_two[2].tolist() == [128.0, 64.0, -1.5, 2.5]
+    assert quantise_input(torch.tensor([[1000.0]]), "fp8_tensor", torch.tensor([2.0])).tolist() == [[896.0]]
+
+
+def test_groups_of_128_inputs_have_a_scale_each() -> None:
+    x = torch.cat([torch.full((1, 128), 3.0), torch.full((1, 72), 500.0)], 1)
+    x[0, 5] = 0.01
+
+    found = quantise_input(x, "fp8_group")
+
+    assert found[0, 5] == pytest.approx(0.01, rel=0.07)  # of the largest in all of the row it would be 0
+    assert torch.equal(found[0, 128:], x[0, 128:])
+
+
+def test_an_unknown_rounding_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"activation: expected none, fp8_token.*found 'fp4'"):
+        quantise_input(torch.ones(1, 4), "fp4")
+
+
+def test_values_are_rounded_as_compressed_tensors_are() -> None:
+    """Its `quantize` and `dequantize` with scales of `calculate_qparams`: amax over half of the range, and nearest."""
+    x = DRAW.normal(9, 300, scale=3.0)
+    most = x.abs().amax(-1, keepdim=True)
+    fp8, int8 = most / 448, most / 127
+
+    expected = (x / fp8).clamp(-448, 448).to(torch.float8_e4m3fn).float() * fp8
+    assert torch.equal(quantise_input(x, "fp8_token"), expected)
+    assert torch.equal(quantise_input(x, "int8_token"), (x / int8).round().clamp(-128, 127) * int8)
+
+
+# --- which kernels -----------------------------------------------------------------------------------------------
+
+
+def use(
+    weight: str, outputs: Expr = 4096, inputs: int = 4096, *, dtype: Dtype = "bfloat16", activation: str = "none",
+    target: Target = GPU,
+) -> Use:  # fmt: skip
+    """A layer of `T` tokens: `weight` names its format, and how scales lie."""
+    format, _, kind = weight.partition(" ")
+    types: dict[str, TensorType] = {"input": TensorType(dtype, (1, "T", inputs))}
+    constants: dict[str, Const | Items] = {"format": Const(format), "activation": Const(activation)}
+    several = {"packed4": 8, "packed8": 4}.get(format, 1)
+    if format in ("fp8", "int8"):
+        block = (128, 128) if kind == "blocks" else (1, inputs)
+        stored: Dtype = "float8_e4m3fn" if format == "fp8" else "int8"
+        types |= {"weight": TensorType(stored, (outputs, inputs)),
+                  "scales": TensorType("float32", tuple(map(symbols.ceildiv, (outputs, inputs), block)))}  # fmt: skip
+        constants["block"] = Items(tuple(map(Const, block)))
+    elif format in ("packed4", "packed8"):
+        types |= {"weight": TensorType("int32", (outputs, inputs // several)),
+                  "scales": TensorType("bfloat16", (outputs, inputs // 128))}  # fmt: skip
+        if kind == "points":
+            types["zeros"] = TensorType("int32", (symbols.ceildiv(outputs, several), inputs // 128))
+        else:
+            constants["zero_offset"] = Const(8)
+    elif format == "mxfp4":
+        types |= {"weight": TensorType("uint8", (outputs, inputs // 32, 16)),
+                  "scales": TensorType("uint8", (outputs, inputs // 32))}  # fmt: skip
+    elif format == "nvfp4":
+        types |= {"weight": TensorType("uint8", (outputs, inputs // 2)), "global_scale": TensorType("float32", (1, 1)),
+                  "scales": TensorType("float8_e4m3fn", (outputs, inputs // 16))}  # fmt: skip
+    else:
+        assert isinstance(outputs, int)
+        packed = (inputs, outputs // 8) if format == "awq" else (inputs // 8, outputs)
+        types |= {"weight": TensorType("int32", packed), "scales": TensorType("float16", (inputs // 128, outputs)),
+                  "zeros": TensorType("int32", (inputs // 128, outputs // 8))}  # fmt: skip
+    if activation == "fp8_tensor":
+        types["input_scale"] = TensorType("float32", (1,))
+    node = Node("precast.quantised_linear", {**{name: Ref(name) for name in types}, **constants},
+                (Value("out.0", TensorType(dtype, (1, "T", outputs))),))  # fmt: skip
+    return use_of(node, types, target, set(types) - {"input"})
+
+
+ALL = ("fp8 blocks", "fp8 rows", "int8 rows", "packed4", "packed4 points", "packed8", "mxfp4", "nvfp4", "awq", "gptq")
+
+
+@pytest.mark.parametrize("weight", ALL)
+def test_hopper_has_launches_for_all_formats_and_sizes(weight: str) -> None:
+    found = [case.choice.record for case in cases(use(weight, target=GPU.without_torch))]
+
+    assert [record.name for record in found] == [
+        "triton.quantised_linear_to_16", "triton.quantised_linear_to_32", "triton.quantised_linear_to_96",
+        "triton.quantised_linear_to_256", "cublaslt.quantised_linear",
+    ]  # fmt: skip
+    assert all(record.control == "static" and not record.allocates for record in found)
+
+
+@pytest.mark.parametrize("activation", ["fp8_token", "fp8_group", "fp8_tensor", "int8_token"])
+@pytest.mark.parametrize("weight", ["fp8 blocks", "int8 rows", "packed4"])
+def test_a_rounded_input_is_multiplied_by_triton(weight: str, activation: str) -> None:
+    (*_, last) = cases(use(weight, activation=activation, target=GPU.without_torch))
+
+    assert last.choice.record.name == "triton.quantised_linear"
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "reference.quantised_linear"),
+                                                  ((8, 9), "triton.quantised_linear_to_16")])  # fmt: skip
+@pytest.mark.parametrize("given", [use("fp8 blocks"), use("nvfp4"), use("int8 rows", activation="fp8_token")])
+def test_older_gpus_have_no_float8(given: Use, capability: tuple[int, int], name: str) -> None:
+    choice = resolve(given._replace(target=Target("cuda", capability)), {"T": 1})
+
+    assert choice.record.name == name
+    assert ("it wants compute capability 8.9 or higher for float8" in choice.reason) == (capability < (8, 9))
+
+
+def test_what_the_kernels_do_not_take_is_the_definition_s() -> None:
+    wide = use("packed4", dtype="float32")
+
+    assert resolve(wide, {"T": 1}).record.name == "reference.quantised_linear"
+    with pytest.raises(TargetError, match="input is float32, it takes bfloat16, float16"):
+        resolve(wide._replace(target=GPU.without_torch), {"T": 1})
+
+
+def test_a_step_of_one_of_two_ranks_is_launches() -> None:
+    """Of a graph over `tp`, without torch: each rank has half of the outputs."""
+    rows = symbols.mul(128, Apply("floordiv", (32, "tp")))
+    given = use("packed4 points", rows)
+    params = {name: each.type for name, each in given.operands.items() if name != "input"}
+    graph = Graph(
+        symbols=(Symbol("T", 1), Symbol("tp", 1)),
+        inputs=(Value("input", given.operands["input"].type),),
+        params=tuple(Param(name, kind, Read(name, kind.shape, kind.dtype)) for name, kind in params.items()),  # type: ignore[arg-type]
+        constants=(), blocks=(), main=(given.node,), outputs={"out": "out.0"},
+    )  # fmt: skip
+
+    half = bound(graph, {"rank": 1, "tp": 2, "ep": 1})
+    (product, total), (values, library) = (
+        next(iter(step_launches(half, GPU.without_torch, {"T": tokens}))).launches for tokens in (3, 300)
+    )
+
+    assert [launch.launch.kernel.rpartition(":")[2] for launch in (product, total, values, library)] == [
+        "product_kernel", "sum_kernel", "dequantise_kernel", "Product",
+    ]  # fmt: skip
+    assert product.grid == (1, 2048 // 64, 8)
+
+
+@pytest.mark.parametrize("weight", ALL)
+@pytest.mark.parametrize("activation", ["none", "fp8_group"])
+def test_memory_is_known_for_all_sizes(weight: str, activation: str) -> None:
+    taken = workspace(use(weight, activation=activation))
+    bytes_of = [symbols.evaluate(taken, {"T": tokens}) for tokens in (0, 1, 64, 5000)]
+
+    assert bytes_of == sorted(bytes_of)
+    assert bytes_of[0] >= 0
+
+
+@pytest.fixture
+def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiled kernel of an earlier run is taken for one of this run."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "given",
+    [
+        use("fp8 blocks"), use("fp8 blocks", activation="fp8_group"), use("int8 rows", activation="int8_token"),
+        use("packed4 points"), use("nvfp4", 14336), use("awq", dtype="float16"),
+    ],
+    ids=lambda given: f"{given.constant('format')}, {given.constant('activation')}",
+)  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 64, 5000])
+def test_kernels_are_compiled_for_hopper(given: Use, tokens: int, tmp_path: Path) -> None:
+    types = {name: each.type for name, each in given.operands.items()} | {"out.0": given.result}
+    runs = resolve(given, {"T": tokens}).record.runs
+    assert not isinstance(runs, str)
+    for launch in runs(given):
+        if launch.library:
+            continue
+        made = compiled(launch, types)
+        ptx = made.asm["ptx"]
+
+        assert made.metadata.shared <= 227 << 10
+        assert stack_bytes(made, tmp_path) == 0
+        assert "griddepcontrol.wait" in ptx
+        if "product" in launch.kernel or "awq" in launch.kernel:
+            # on tensor cores, and what comes next is on its way
+            assert "mma" in ptx
+            assert "cp.async" in ptx
+            is_float8 = given.constant("activation") == "fp8_group"
+            assert (".e4m3.e4m3" in ptx) == (is_float8 and "wgmma" in ptx)
