@@ -172,7 +172,7 @@ class _Weights:
         return msgspec.structs.replace(block, params=tuple(params), nodes=nodes)
 
     def _call(self, call: Call) -> Call:
-        args = {}
+        args: dict[str, str] = {}
         for formal, actual in call.args.items():
             found = self._at(call.block, formal)
             names = ["of"] if found is None else found[1].params
