@@ -3,7 +3,7 @@ what to do about it.
 
 Each is built in a fresh process, from its start to its end. What each must come to is written in
 `tests/configs/expected.json`, beside the configs. With names on the command line, only those are built, and take the
-place of their former results.
+place of their former results; what came to something else than is expected now is left out, as not measured.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure(name: str, expected: str, folder: Path) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     """All configs, or those of these names."""
     expected = json.loads((CONFIGS / "expected.json").read_text(encoding="utf-8"))
-    builds = {name: found for name, found in _former().items() if name in expected} if names else {}
+    builds = _former(expected) if names else {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names or sorted(expected):
             builds[name] = measure(name, _outcome(expected[name]), Path(folder))
@@ -62,15 +62,21 @@ def main(names: list[str]) -> None:
         "configs": len(builds),
         "built": sum(each["outcome"] == "builds" for each in builds.values()),
         "refused_with_a_fix": sum(bool(each.get("fix")) for each in builds.values()),
+        "not_measured": sorted(expected.keys() - builds.keys()),
         "not_as_expected": [name for name, each in builds.items() if each["as_expected"] is False],
         "builds": dict(sorted(builds.items())),
     }
     harness.write(RESULTS, "published_configs", figures)
 
 
-def _former() -> dict[str, dict[str, Any]]:
-    """The results that are there."""
-    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]["builds"]) if RESULTS.exists() else {}
+def _former(expected: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The results that are there, of configs that must still come to the same."""
+    builds = json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]["builds"] if RESULTS.exists() else {}
+    return {
+        name: found
+        for name, found in builds.items()
+        if name in expected and found["outcome"] == _outcome(expected[name])
+    }
 
 
 if __name__ == "__main__":

@@ -272,14 +272,14 @@ def _check_quantise(quantise: str | None, source: Source, disabled_passes: Colle
     if quantise is None:
         return
     if quantise not in FORMATS:
-        message = f"quantise is {quantise!s}, expected {' or '.join(FORMATS)}"
+        message = f"quantise={quantise!r}: this is not known, expected {' or '.join(FORMATS)}"
         raise BuildError("option-invalid", message, fix="leave quantise out, for weights of the model's dtype")
     if source.facts.quantisation is not None:
         method = check_options(source.facts.quantisation).method
-        message = f"quantise is {quantise}, but the checkpoint is quantised already, by {method}"
+        message = f"quantise={quantise!r}, but the checkpoint is quantised already, by {method}"
         raise BuildError("option-invalid", message, fix="leave quantise out: they stay as they are stored")
     if KEEP_QUANTISED.name in disabled_passes:
-        message = f"quantise is {quantise}, and the pass {KEEP_QUANTISED.name} is left out, which it is for"
+        message = f"quantise={quantise!r}, and the pass {KEEP_QUANTISED.name} is left out, which it is for"
         raise BuildError("option-invalid", message, fix="leave out one of quantise, dequantise and the disabled pass")
 
 

@@ -10,6 +10,7 @@ from precast.cli.progress import counted
 from precast.cli.show import Report, table
 from precast.ir.artifact import Bundle
 from precast.ir.errors import PrecastError, TargetError
+from precast.ir.trust.loading import repository_of, rules_of
 from precast.kernels.measured import Table, write_table
 
 
@@ -22,10 +23,11 @@ def bench(bundle: Path, out: Path | None) -> Report:
 def measured(bundle: Path, out: Path | None) -> Table:
     """The table of a bundle's nodes on this machine's GPU; `out`: its file, which grows with each step.
 
-    Raises TargetError `device-missing` without a GPU, BundleError for a bundle that is refused, PrecastError
-    `write-failed` where the file can't be written.
+    Raises TargetError `device-missing` without a GPU, BundleError for a bundle that is refused, also by this machine's
+    trust policy (`untrusted`), PrecastError `write-failed` where the file can't be written.
     """
     opened = Bundle.open(bundle)
+    rules_of(opened, None, repository_of(bundle))  # what the policy keeps out isn't run here either
     from precast.bench.kernels import measure
     from precast.bench.steps import steps_of
     from precast.kernels.machine import this_machine

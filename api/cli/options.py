@@ -19,6 +19,17 @@ class BundlePath(click.Path):
         return value if is_address else super().convert(value, param, ctx)
 
 
+class BundleFolder(click.Path):
+    """A bundle's directory, of verbs that take no address."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Raises click's BadParameter for an address, which as a path would lead nowhere."""
+        if isinstance(value, str) and "://" in value:
+            fix = "`precast pull HOST/NAME -o DIR` fetches it into one"
+            self.fail(f"expected a bundle's directory, found the address {value}; {fix}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 # What can't be read is an error of Precast's own, with a code, not one of usage.
 PATH = click.Path(path_type=Path, readable=False)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
@@ -28,6 +39,7 @@ TIMEOUT = click.option(
     help="Seconds to wait for a server of weights, for an answer and for each next part of it.",
 )  # fmt: skip
 BUNDLE = click.argument("bundle", type=BundlePath(path_type=Path, readable=False))
+FOLDER = BundleFolder(path_type=Path, readable=False)
 CHOICES = click.option(
     "--choices", type=PATH, metavar="FILE",
     help="Measured choices of kernels, of `precast bench kernels`. Default: those that come with Precast for the GPU.",

@@ -131,9 +131,11 @@ def _provenance(record: Mapping[str, object]) -> list[tuple[str, str]]:
     """What the builder says of the build, and in rows of their own what it wants the user to know."""
     noted = record.get("notes")
     notes = some(list(map(str, noted)), _MOST_NOTES) if isinstance(noted, list) else []
-    reasons = record.get("dequantised")
-    left = [f"{_names(names)}: {why}" for why, names in reasons.items()] if isinstance(reasons, dict) else []
-    rows = {"notes": [("note", note) for note in notes], "dequantised": [("dequantised", each) for each in some(left)]}
+    rows = {"notes": [("note", note) for note in notes]}
+    for kind in ("dequantised", "not quantised"):
+        reasons = record.get(kind)
+        left = [f"{_names(names)}: {why}" for why, names in reasons.items()] if isinstance(reasons, dict) else []
+        rows[kind] = [(kind, each) for each in some(left)]
     # `inspect --shards` shows the comparison with transformers' plan
     others = {name: value for name, value in record.items() if name != "tp_plan" and not rows.get(name)}
     return [("provenance", _pairs(others) or "none"), *(row for each in rows.values() for row in each)]

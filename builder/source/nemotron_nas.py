@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: F401 - as in Llama's file, whose attention it is
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 MODEL_TYPE = "nemotron-nas"
 ROUNDED_TO = 256
@@ -28,7 +28,7 @@ class NemotronNasConfig(LlamaConfig):
     head) and its feed-forward part (`ffn_mult`, of which two thirds are how often the hidden size goes into it)."""
 
     model_type = MODEL_TYPE
-    intermediate_size: int | None = None
+    intermediate_size: int | None = None  # type: ignore[assignment]
     block_configs: list[dict[str, Any]] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -47,31 +47,32 @@ class NemotronNasConfig(LlamaConfig):
                     raise ValueError(f"block_configs[{index}].{part} has no {known}")
 
     def of_layer(self, index: int) -> LlamaConfig:
-        """What Llama's layer of this number is made of, of which a block may leave out parts again."""
+        """What the layer of this number is made of."""
         config, block = copy.copy(self), self.block_configs[index]  # type: ignore[index]
         group, times = block["attention"].get("n_heads_in_group") or 1, block["ffn"].get("ffn_mult") or 0.0
         config.num_key_value_heads = max(1, self.num_attention_heads // group)
         size = int(2 * times * self.hidden_size / 3)
-        config.intermediate_size = max(1, -(-size // ROUNDED_TO)) * ROUNDED_TO
+        config.intermediate_size = -(-size // ROUNDED_TO) * ROUNDED_TO
         return config
 
 
-class _Layer(LlamaDecoderLayer):
+class _Layer(torch.nn.Module):
     """A Llama's layer, or what was left of it."""
 
     def __init__(self, config: NemotronNasConfig, index: int) -> None:
-        super().__init__(config.of_layer(index), index)
-        block = config.block_configs[index]  # type: ignore[index]
-        if block["attention"].get("no_op"):
-            self.self_attn = self.input_layernorm = None
-        if block["ffn"].get("no_op"):
-            self.mlp = self.post_attention_layernorm = None
+        super().__init__()
+        own, block = config.of_layer(index), config.block_configs[index]  # type: ignore[index]
+        attends, feeds = (not block[part].get("no_op") for part in ("attention", "ffn"))
+        self.self_attn = LlamaAttention(own, index) if attends else None
+        self.mlp = LlamaMLP(own) if feeds else None
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if attends else None
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if feeds else None
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if self.self_attn is not None:
+        if self.self_attn is not None and self.input_layernorm is not None:
             found, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
             hidden_states = hidden_states + found
-        if self.mlp is not None:
+        if self.mlp is not None and self.post_attention_layernorm is not None:
             hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 

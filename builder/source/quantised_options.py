@@ -54,6 +54,8 @@ def quantisation_of(config: PreTrainedConfig) -> dict[str, Any] | None:
 def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, Any]], name: str) -> None:
     """Add to the config what the files beside it say of quantisation: `files` are those of `FILES` that there are.
 
+    Where the config says it too, but nothing of keys and values, what ModelOpt's file says of these counts.
+
     Raises BuildError (`feature-unsupported`) for one that contradicts the config.
     """
     for file, entries in files.items():
@@ -70,6 +72,12 @@ def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, 
                 where=name,
                 fix="remove what doesn't describe the checkpoint's tensors",
             )
+        elif method == "modelopt" and _KV.isdisjoint(said):
+            config.quantization_config = said | {name: added[name] for name in sorted(_KV & added.keys())}
+
+
+_KV = frozenset(("kv_cache_quant_algo", "kv_cache_scheme"))
+"""What says how keys and values are quantised."""
 
 
 def _algorithm(entries: Mapping[str, Any]) -> str | None:
@@ -86,7 +94,7 @@ def kv_dtype_of(entries: Mapping[str, Any] | None) -> tuple[Dtype | None, str | 
     """
     said = entries or {}
     algorithm, scheme = said.get("kv_cache_quant_algo"), said.get("kv_cache_scheme")
-    if algorithm == "FP8" or (isinstance(scheme, Mapping) and _is_float8(scheme)):
+    if "FP8" in (algorithm, scheme) or (isinstance(scheme, Mapping) and _is_float8(scheme)):
         return "float8_e4m3fn", None
     if algorithm is None and scheme is None:
         return None, None

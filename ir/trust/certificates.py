@@ -8,7 +8,8 @@ certificates, and the clocks of two machines, which differ.
 from __future__ import annotations
 
 import datetime
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,6 +22,7 @@ from precast.ir.trust.keys import PublicKey
 _LOGGED_IN = ("1.3.6.1.4.1.57264.1.1", "1.3.6.1.4.1.57264.1.8")
 """The extensions by which Fulcio says at which service somebody logged in to get the certificate
 (github.com/sigstore/fulcio, docs/oid-info.md)."""
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 CLOCK_SKEW = datetime.timedelta(minutes=5)
 """How far the clock of who issued a certificate may be ahead of ours. An expired certificate has no such grace."""
 
@@ -33,8 +35,9 @@ class Authority(msgspec.Struct, frozen=True, eq=False):
     """Certificates that are trusted to name signers.
 
     `roots` are where a path must end, `intermediates` may stand in it. `identities` are patterns of the signers' names
-    (e-mail addresses, URIs, DNS names of the certificate), of which one must match; empty: any name, but none of those
-    who get a certificate by logging in somewhere, as by cosign's keyless signatures: that anybody can.
+    (e-mail addresses, URIs, DNS names of the certificate), of which one must match, as `_fits` says; empty: any name,
+    but none of those who get a certificate by logging in somewhere, as by cosign's keyless signatures: that anybody
+    can.
     """
 
     roots: tuple[Any, ...]
@@ -78,13 +81,13 @@ def _signer(trusted: Authority, certificates: tuple[bytes, ...], now: datetime.d
     leaf, *others = [x509.load_der_x509_certificate(data) for data in certificates]
     names = _names(leaf)
     key = keys.of(leaf.public_key())
-    who = " ".join(map(shown, names)) or shown(leaf.subject.rfc4514_string())
+    who = " ".join(shown(name.text) for name in names) or shown(leaf.subject.rfc4514_string())
     _check_dates(leaf, who, now)
     _check_path(trusted, leaf, others, who, max(now, leaf.not_valid_before_utc))
     if not trusted.identities and (service := _logged_in_at(leaf)) is not None:
         message = f"the certificate is of {who}, who logged in at {shown(service)}, as anybody may"
         raise NotTrusted(f"{message}; it counts where identities are named")
-    if trusted.identities and not any(matches(each, name) for each in trusted.identities for name in names):
+    if trusted.identities and not any(_fits(each, name) for each in trusted.identities for name in names):
         raise NotTrusted(f"the certificate is of {who}, which is none of {', '.join(trusted.identities)}")
     return key, who
 
@@ -165,7 +168,20 @@ def _logged_in_at(leaf: Any) -> str | None:
     return None
 
 
-def _names(leaf: Any) -> list[str]:
+class _Name(NamedTuple):
+    """A name of a certificate's holder: an e-mail address or a DNS name, or a URI."""
+
+    text: str
+    is_uri: bool
+
+
+def _fits(pattern: str, name: _Name) -> bool:
+    """Whether the pattern describes the name. One that begins with a scheme is about URIs, any other but `*` about
+    addresses: a URI may hold anything, such as a branch that somebody named to end like an address."""
+    return pattern == "*" or (name.is_uri == bool(_SCHEME.match(pattern)) and matches(pattern, name.text))
+
+
+def _names(leaf: Any) -> list[_Name]:
     """The names of the certificate's holder: its e-mail addresses, URIs and DNS names."""
     from cryptography import x509
 
@@ -174,4 +190,8 @@ def _names(leaf: Any) -> list[str]:
     except x509.ExtensionNotFound:
         return []
     kinds = (x509.RFC822Name, x509.UniformResourceIdentifier, x509.DNSName)
-    return [name for kind in kinds for name in names.get_values_for_type(kind)]
+    return [
+        _Name(name, kind is x509.UniformResourceIdentifier)
+        for kind in kinds
+        for name in names.get_values_for_type(kind)
+    ]

@@ -84,7 +84,7 @@ def shape_in_op(
 
 def shape_at_load(recipe: Quantise, of: Sequence[Expr]) -> Sizes:
     """The sizes of a part of matrices that are quantised while they are read. Raises RecipeError for no matrices."""
-    expect(len(of) >= 2, f"quantise: {_text(of)}, expected rows and columns")
+    expect(len(of) >= 2, f"quantise: {_text(tuple(of))}, expected rows and columns")
     expect(all(size > 0 for size in recipe.block), f"quantise: a block of {recipe.block}")
     if recipe.part == "values":
         return tuple(of)

@@ -120,10 +120,10 @@ def splits_of(use: Use) -> Splits:
 
 def tiles_of(use: Use) -> Tiles:
     """What is chosen for the sizes of a use."""
-    return Tiles(_split_tile(use), _expanding_tile(use), _context_tile(use), _prefix_tile(use))
+    return Tiles(absorbed_tile(use), _expanding_tile(use), _context_tile(use), _prefix_tile(use))
 
 
-def _split_tile(use: Use) -> Tile:
+def absorbed_tile(use: Use) -> Tile:
     """Of absorbed queries: heads enough to use a loaded latent often, as far as registers and shared memory go."""
     heads, width = known(use, "q", 2), use.width("q")
     if width > 2 or not has_large_memory(use):
@@ -175,6 +175,18 @@ def _absorbed(use: Use, most_tokens: int | None, tile: Tile) -> tuple[Launch, ..
     )  # fmt: skip
 
 
+def head_product(
+    use: Use, made: Pointer, given: Pointer, strides: tuple[Stride | int, ...], *, to_latent: bool
+) -> Launch:
+    """Of every token: into the latents' space, by the key's part of the weight, or out of it, by the value's."""
+    rows = use.shape("q")[1]
+    launch = _product(use, made, given, strides, SMALL_STEP, to_latent=to_latent)
+    *grid, _ = launch.grid
+    block_t = launch.constants["BLOCK_T"]
+    assert isinstance(block_t, int), "a number of rows"
+    return launch._replace(grid=(*grid, ceildiv(rows, block_t)))
+
+
 def _product(
     use: Use,
     made: Pointer,
@@ -184,7 +196,7 @@ def _product(
     *,
     to_latent: bool,
 ) -> Launch:
-    """Into the latents' space, by the key's part of the weight, or out of it, by the value's."""
+    """The same of a step of so many tokens at most, or of its sequences with one query."""
     sizes, has_pdl = sizes_of(use), overlaps(use, "weight")
     inner, size = (sizes.nope, sizes.latent) if to_latent else (sizes.latent, sizes.value)
     block_t = 16 if sizes.bytes > 2 or (most_tokens or SMALL_STEP) <= FEW_TOKENS else 64

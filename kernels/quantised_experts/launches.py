@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from precast.ir.graph.schema import Const, Expr, Items
+from precast.ir.graph.schema import Const, Dtype, Expr, Items
 from precast.ir.graph.symbols import add, ceildiv, floordiv, minimum, mul
 from precast.ir.weights.quantised import NVFP4_BLOCK, PACKED
 from precast.kernels.blocks import power_of_two
@@ -17,7 +17,7 @@ from precast.kernels.experts.launches import Sizes, Tiles, given, has_pdl, share
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.use import Use
 
-_PRODUCT, _SUM = (f"precast.kernels.quantised_experts.triton:{name}_kernel" for name in ("product", "sum"))
+_TRITON = "precast.kernels.quantised_experts.triton"
 _VALUES = {
     "mxfp4": ("fp4", "e8m0"), "nvfp4": ("fp4", "e4m3"), "nvfp4_divided": ("fp4", "e4m3"), "packed4": ("int4", "float"),
     "packed8": ("uint8", "float"), "fp8": ("float8", "float"), "int8": ("int8", "float"),
@@ -86,7 +86,7 @@ def few(
 
 def few_workspace(use: Use) -> Expr:
     """What is between the products, and the rows of all pairs."""
-    return _rows(use, 0, splits_of(_known(use))).end
+    return _rows(use, 0, parts=splits_of(_known(use))).end
 
 
 def splits_of(sizes: Sizes) -> int:
@@ -102,25 +102,31 @@ def grouped(tokens: int | None, up: Tiles | None = None, down: Tiles | None = No
 
 def grouped_workspace(tokens: int | None) -> Callable[[Use], Expr]:
     """The order of pairs, what is between the products, and the rows of all pairs."""
-    return lambda use: _rows(use, _places(use, tokens).end).end
+    return lambda use: _ordered_rows(use, tokens, _places(use, tokens)).end
 
 
 class _Rows(NamedTuple):
-    """Where activated rows lie in a workspace, those of all pairs after them, in float32, and its end."""
+    """Where activated rows lie in a workspace, those of all pairs after them, and its end."""
 
     h: Pointer
     rows: Pointer
     end: Expr
 
 
-def _rows(use: Use, start: Expr, splits: int = 1) -> _Rows:
+def _rows(use: Use, start: Expr, kept: Dtype = "float32", parts: int = 1) -> _Rows:
+    """From a byte on; the rows of pairs are `kept` in a type, in so many parts."""
     sizes = _known(use)
     second = add(start, experts.aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
-    dtype = use.operands["x"].type.dtype
+    num_bytes = parts * (4 if kept == "float32" else 2)
     return _Rows(
-        Pointer("workspace", dtype, start), Pointer("workspace", "float32", second),
-        add(second, experts.aligned(mul(4 * splits * sizes.width, sizes.pairs))),
+        Pointer("workspace", use.operands["x"].type.dtype, start), Pointer("workspace", kept, second),
+        add(second, experts.aligned(mul(num_bytes * sizes.width, sizes.pairs))),
     )  # fmt: skip
+
+
+def _ordered_rows(use: Use, tokens: int | None, places: experts.Places) -> _Rows:
+    """After the order of pairs. Rows are rounded where there are so many that their bytes cost time."""
+    return _rows(use, places.end, use.operands["x"].type.dtype if experts.are_many(tokens) else "float32")
 
 
 def _places(use: Use, tokens: int | None) -> experts.Places:
@@ -129,7 +135,7 @@ def _places(use: Use, tokens: int | None) -> experts.Places:
 
 
 def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ahead: bool) -> tuple[Launch, ...]:
-    sizes, rows = _known(use), _rows(use, 0, splits)
+    sizes, rows = _known(use), _rows(use, 0, parts=splits)
     is_wide = use.width("x") > 2
     up, down = up or (_FEW_WIDE if is_wide else _FEW_UP), down or (_FEW_WIDE if is_wide else _FEW_DOWN)
     first, second = _products(use, rows, None, up, down)
@@ -142,7 +148,7 @@ def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ah
             grid=(*second.grid, splits), constants={**second.constants, "SPLITS": splits, "ASKS_AHEAD": asks_ahead}
         ),
         Launch(
-            _SUM,
+            f"{_TRITON}:sum_kernel",
             (ceildiv(sizes.width, _SUM_BLOCK), sizes.tokens),
             (
                 Pointer("out.0"), rows.rows, Pointer("expert_ids"), Pointer("expert_weights"), sizes.pairs, *ids,
@@ -159,7 +165,7 @@ def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ah
 
 def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
     sizes, places = _known(use), _places(use, tokens)
-    rows = _rows(use, places.end)
+    rows = _ordered_rows(use, tokens, places)
     average = None if tokens is None else tokens * sizes.top_k / sizes.num_experts
     most = None if tokens is None or experts.are_many(tokens) else tokens * sizes.top_k
     ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
@@ -237,7 +243,7 @@ def _product(
     ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
     parts = (name, f"{name}_scales", f"{name}_zeros", f"{name}_global_scale", f"{name}_bias")
     return Launch(
-        _PRODUCT,
+        f"{_TRITON}:product_kernel",
         (ceildiv(int(constants["SIZE_N"]), tiles.n), most),
         (
             *pointers, *(given(use, part) for part in parts), Pointer("expert_ids") if places is None else None,

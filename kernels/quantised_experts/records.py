@@ -1,7 +1,7 @@
 """What computes experts in few bits: Triton on GPUs; else each expert is dequantised when its tokens are multiplied.
 
-How Triton's kernels cut their work depends on how many tokens a step has. They don't know awq and gptq, whose matrices
-lie transposed, nor groups of fewer than 16 numbers.
+How Triton's kernels cut their work depends on how many tokens a step has. They don't multiply by matrices that lie
+transposed, as those of awq and gptq do: these are dequantised on the GPU in each step, of the experts that have tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.experts.records import STEPS
-from precast.kernels.quantised_experts import launches
+from precast.kernels.quantised_experts import launches, whole
 from precast.kernels.quantised_experts.sizes import sizes_of
 from precast.kernels.records import Condition, Record, nothing, reference_on_cpu
 from precast.kernels.use import Use
@@ -63,12 +63,22 @@ def _grouped(least: int, most: int | None) -> Record:
     )  # fmt: skip
 
 
+def _whole(least: int, most: int | None) -> Record:
+    """Tokens in the order of experts, whose weights are dequantised in each step."""
+    return Record(
+        name="triton.whole_experts" + ("" if most is None else f"_to_{most}"), **_TRITON | {"takes": (_IS_WHOLE,)},
+        sizes={"T": (least, most)}, workspace=whole.grouped_workspace(most), runs=whole.grouped(most),
+    )  # fmt: skip
+
+
+_IS_WHOLE = Condition("awq or gptq, whose matrices take at most 4 GiB in the activations' type", whole.is_taken)
 _RUNS = "precast.kernels.quantised_experts.one_by_one:quantised_experts"
 
 RECORDS = (
     _few(_FEW),
     *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
     _grouped(STEPS[-1] + 1, None),
+    *(_whole(least, most) for least, most in zip((0, *(each + 1 for each in STEPS)), (*STEPS, None), strict=True)),
     Record(
         name="torch.quantised_experts_of_read_groups", op="precast.quantised_experts", devices=("cuda",),
         control="host", workspace=_one_by_one, runs=_RUNS,

@@ -131,7 +131,7 @@ def _scales_at(use: Use, inputs: int) -> str:
     """Where scales are multiplied by, if so many inputs are summed at a time."""
     sizes = _sizes(use)
     if use.has("groups"):
-        return "values"
+        return "listed"
     if sizes.num_groups == 1:
         return "end"
     return "steps" if sizes.group % inputs == 0 else "values"

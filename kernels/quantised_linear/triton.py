@@ -195,17 +195,29 @@ def _finish(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def product_kernel(  # type: ignore[no-untyped-def]
-    y_ptr,
-    parts_ptr,
+def _have_one_group_each(groups_ptr, first, end, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether each COUNT inputs from `first` to `end` are of one group."""
+    others = tl.zeros((8, COUNT), tl.int32)
+    for start in range(first, end, 8 * COUNT):
+        step = start + tl.arange(0, 8)[:, None] * COUNT
+        k = step + tl.arange(0, COUNT)[None, :]
+        of_step = tl.load(groups_ptr + step, mask=step < end, other=0)
+        others |= (tl.load(groups_ptr + k, mask=k < end, other=0) != of_step).to(tl.int32) & (k < end).to(tl.int32)
+    return tl.max(tl.max(others, 1), 0) == 0
+
+
+@triton.jit
+def _sum_of_tile(  # type: ignore[no-untyped-def]
     x_ptr,
     words_ptr,
     scales_ptr,
     zeros_ptr,
     groups_ptr,
-    global_ptr,
     row_scales_ptr,
-    bias_ptr,
+    row,
+    n,
+    first,
+    end,
     num_rows,
     outputs,
     num_words,
@@ -222,27 +234,13 @@ def product_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    GLOBAL: tl.constexpr,
     INPUT_SCALES: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """A tile of y = x w^T, or of the sum's part `program_id(2)` of SPLIT; BLOCK_K words of a row at a time.
-
-    A word has VALUES inputs. GROUP inputs and ROWS outputs have a scale; SCALES says where it is multiplied by: with
-    each value (`values`), with the sum of BLOCK_K words (`steps`), or at the end, if a row has one group (`end`).
-    OFFSET and `zeros_ptr` are subtracted from values; `groups_ptr` has the group of each input. INPUT_SCALES: the input
-    has none, one of each row, of all (`one`), or of as many inputs as BLOCK_K words have (`steps`).
-    """
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The products of rows `row` and outputs `n`, of words `first` to `end`, summed in float32."""
     is_row, is_output = row < num_rows, n < outputs
-    steps = tl.cdiv(tl.cdiv(num_words, BLOCK_K), SPLIT)
-    first = tl.program_id(2) * steps * BLOCK_K
-    end = tl.minimum(first + steps * BLOCK_K, num_words)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = dtype == tl.float8e4nv or dtype == tl.int8
     NOTHING: tl.constexpr = 0.0 if words_ptr.dtype.element_ty == tl.float8e4nv else 0  # pyright: ignore[reportAssignmentType]
@@ -250,18 +248,21 @@ def product_kernel(  # type: ignore[no-untyped-def]
     word_ptrs = words_ptr + n.to(tl.int64)[:, None] * word_stride_n
     scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    wait_for_previous(PDL)
     if SCALES == "end":
         scale = _scale(tl.load(scale_ptrs, mask=is_output, other=0.0), FORMAT)
 
-    for start in range(first, end, BLOCK_K):
+    # Where each value finds its scale, loads ahead of all these would take the shared memory of other programs.
+    STAGES: tl.constexpr = 1 if SCALES == "values" and groups_ptr is not None else None  # pyright: ignore[reportAssignmentType]
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         i = start + tl.arange(0, BLOCK_K)
         has_word = is_output[:, None] & (i < num_words)[None, :]
         has_input = is_row[:, None] & (i < num_words)[None, :]
         words = tl.load(word_ptrs + i.to(tl.int64)[None, :] * word_stride_k, mask=has_word, other=NOTHING)
+        g = 0
         if SCALES == "steps":
-            g = start * VALUES // GROUP
-            scale = _scale(tl.load(scale_ptrs + g * scale_stride_g, mask=is_output, other=0.0), FORMAT)
+            g = start * VALUES // GROUP if groups_ptr is None else tl.load(groups_ptr + start * VALUES)
+            has_scale = is_output & (g >= 0) & (g < num_groups)
+            scale = _scale(tl.load(scale_ptrs + g * scale_stride_g, mask=has_scale, other=0.0), FORMAT)
         if SCALES == "values" and groups_ptr is None:
             of = (i * VALUES // GROUP)[None, :]
             stored = tl.load(scale_ptrs[:, None] + of * scale_stride_g, mask=has_word, other=0.0)
@@ -269,8 +270,8 @@ def product_kernel(  # type: ignore[no-untyped-def]
             if zeros_ptr is not None:
                 zeros = _points(zeros_ptr, n[:, None], of, has_word, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
         if SCALES != "values" and zeros_ptr is not None:
-            of_step = 0 if SCALES == "end" else start * VALUES // GROUP
-            points = _points(zeros_ptr, n, of_step, is_output, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
+            has_points = has_scale if SCALES == "steps" else is_output
+            points = _points(zeros_ptr, n, g, has_points, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
             inputs = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         if INPUT_SCALES == "steps":
             count = tl.cdiv(num_words, BLOCK_K)
@@ -323,6 +324,77 @@ def product_kernel(  # type: ignore[no-untyped-def]
 
     if SCALES == "end":
         total *= scale[None, :]
+    return total
+
+
+@triton.jit
+def product_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    parts_ptr,
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    groups_ptr,
+    global_ptr,
+    row_scales_ptr,
+    bias_ptr,
+    num_rows,
+    outputs,
+    num_words,
+    num_groups,
+    word_stride_n,
+    word_stride_k,
+    scale_stride_n,
+    scale_stride_g,
+    zero_stride_n,
+    zero_stride_g,
+    FORMAT: tl.constexpr,
+    VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALES: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    INPUT_SCALES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of y = x w^T, or of the sum's part `program_id(2)` of SPLIT; BLOCK_K words of a row at a time.
+
+    A word has VALUES inputs. GROUP inputs and ROWS outputs have a scale; SCALES says where it is multiplied by: with
+    each value (`values`), with the sum of BLOCK_K words (`steps`), or at the end, if a row has one group (`end`).
+    OFFSET and `zeros_ptr` are subtracted from values. `groups_ptr` has the group of each input (`listed`): if all that
+    a program sums at a time are of one group, there is a scale for each sum, else for each value. INPUT_SCALES: the
+    input has none, one of each row, of all (`one`), or of as many inputs as BLOCK_K words have (`steps`).
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    steps = tl.cdiv(tl.cdiv(num_words, BLOCK_K), SPLIT)
+    first = tl.program_id(2) * steps * BLOCK_K
+    end = tl.minimum(first + steps * BLOCK_K, num_words)
+    wait_for_previous(PDL)
+    if SCALES != "listed":
+        total = _sum_of_tile(
+            x_ptr, words_ptr, scales_ptr, zeros_ptr, groups_ptr, row_scales_ptr, row, n, first, end, num_rows, outputs,
+            num_words, num_groups, word_stride_n, word_stride_k, scale_stride_n, scale_stride_g, zero_stride_n,
+            zero_stride_g, FORMAT, VALUES, GROUP, ROWS, OFFSET, SCALES, INPUT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    elif _have_one_group_each(groups_ptr, first * VALUES, end * VALUES, BLOCK_K * VALUES):
+        total = _sum_of_tile(
+            x_ptr, words_ptr, scales_ptr, zeros_ptr, groups_ptr, row_scales_ptr, row, n, first, end, num_rows, outputs,
+            num_words, num_groups, word_stride_n, word_stride_k, scale_stride_n, scale_stride_g, zero_stride_n,
+            zero_stride_g, FORMAT, VALUES, GROUP, ROWS, OFFSET, "steps", INPUT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        total = _sum_of_tile(
+            x_ptr, words_ptr, scales_ptr, zeros_ptr, groups_ptr, row_scales_ptr, row, n, first, end, num_rows, outputs,
+            num_words, num_groups, word_stride_n, word_stride_k, scale_stride_n, scale_stride_g, zero_stride_n,
+            zero_stride_g, FORMAT, VALUES, GROUP, ROWS, OFFSET, "values", INPUT_SCALES, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     _finish(
         y_ptr, parts_ptr, total, row, n, num_rows, outputs, global_ptr, row_scales_ptr, bias_ptr, GLOBAL, INPUT_SCALES,
         SPLIT,

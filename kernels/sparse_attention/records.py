@@ -1,16 +1,19 @@
-"""What computes sparse attention: the definitions."""
+"""What computes sparse attention: over pages Triton on GPUs; else the definitions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, maximum, minimum, mul
 from precast.kernels.attention.workspace import keys_of
-from precast.kernels.records import Record, reference
-from precast.kernels.sparse_attention.limits import MAX_LATENTS, MAX_SCORES
+from precast.kernels.latent_attention.limits import MAX_LATENT, MAX_ROPE
+from precast.kernels.records import Condition, Record, nothing, reference
+from precast.kernels.sparse_attention import launches
+from precast.kernels.sparse_attention.limits import MAX_HEADS, MAX_LATENTS, MAX_SCORES, MAX_SIZE
 from precast.kernels.use import Use, copied, numbers, wide
 
 
@@ -58,7 +61,41 @@ def _reference(op: str, workspace: Callable[[Use], Expr]) -> Record:
     return msgspec.structs.replace(reference(f"precast.{op}", f"sparse_attention.{op}", workspace), control="host")
 
 
+def _few_elements(use: Use) -> bool:
+    latent, both = use.number("weight", 1), use.number("cache", 2)
+    known = all(bool(use.number(*size)) for size in (("q", 2), ("q", 3), ("cache", 1), ("selected", 2)))
+    return known and latent is not None and both is not None and latent <= MAX_LATENT and 0 < both - latent <= MAX_ROPE
+
+
+def _few_heads(use: Use) -> bool:
+    heads, size = use.number("q", 2), use.number("q", 3)
+    return bool(use.number("cache", 1)) and 0 < (heads or 0) <= MAX_HEADS and 0 < (size or 0) <= MAX_SIZE
+
+
+_CONVERTS = Condition(
+    "compute capability 8.9 or higher for a cache of 8 bits",
+    lambda use: use.width("cache") > 1 or use.target.capability >= (8, 9),
+)
+_SAME = Condition("a weight of q's type", lambda use: use.operands["weight"].type.dtype == use.operands["q"].type.dtype)
+_FITS = Condition(f"a latent of at most {MAX_LATENT} elements, and {MAX_ROPE} that heads share", _few_elements)
+_SCORES = Condition(f"at most {MAX_HEADS} heads of at most {MAX_SIZE} elements", _few_heads)
+_KNOWN = Condition("keys of known sizes", lambda use: bool(use.number("k", 2)) and bool(use.number("cache", 1)))
+_TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0), "allocates": False}
+_COMPUTED: dict[str, Any] = {"dtypes": {"q": ("float16", "bfloat16", "float32")}}
+
 RECORDS = (
+    Record(
+        name="triton.paged_select_keys", op="precast.paged_select_keys", **_TRITON, **_COMPUTED,
+        takes=(_SCORES, _CONVERTS), workspace=launches.select_workspace, runs=launches.select_keys,
+    ),
+    Record(
+        name="triton.paged_sparse_latent_attention", op="precast.paged_sparse_latent_attention", **_TRITON, **_COMPUTED,
+        takes=(_SAME, _FITS, _CONVERTS), workspace=launches.attend_workspace, runs=launches.attend,
+    ),
+    Record(
+        name="triton.write_index_keys", op="precast.write_index_keys", **_TRITON, takes=(_KNOWN, _CONVERTS),
+        workspace=nothing, runs=launches.write_index_keys,
+    ),
     _reference("paged_select_keys", lambda use: _selected(use, _longest(use), "cache")),
     _reference("select_keys", lambda use: _selected(use, use.shape("q")[1], "k")),
     _reference(
@@ -69,4 +106,4 @@ RECORDS = (
         lambda use: _attended(use, use.shape("q")[1], "latent", add(use.shape("latent")[2], use.shape("k_rope")[2])),
     ),
     reference("precast.write_index_keys", "sparse_attention.write_index_keys", _written),
-)
+)  # fmt: skip

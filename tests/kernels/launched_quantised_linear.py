@@ -57,6 +57,11 @@ FORMATS: dict[str, Callable[[Draw], tuple[int, Sample]]] = {
     "awq in short groups": lambda draw: (96, quantised.awq(draw, 40, 96, 32)),
     "awq of all": lambda draw: (77, quantised.awq(draw, 40, 77)),
     "gptq": lambda draw: (256, quantised.gptq(draw, 40, 256, 128)),
+    "gptq in order": lambda draw: (
+        384,
+        quantised.gptq(draw, 40, 384, 128, order=True)
+        | {"groups": draw.of([2] * 128 + [0] * 128 + [7] * 128, torch.int32)},
+    ),
     "gptq in any order": lambda draw: (96, quantised.gptq(draw, 40, 96, 32, order=True)),
 }
 each_format = pytest.mark.parametrize("format", FORMATS)

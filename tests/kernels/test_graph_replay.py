@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_steps import STEPS, latent_step, stateful_step
+from captured_steps import STEPS, latent_step, sparse_steps, stateful_step
 from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of, taking
 
@@ -27,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stateful_wkv": {"channels": 300},
     "stateful_linear_recurrence": {"channels": 300},
     "paged_latent_attention": {"heads": 20, "nope": 32, "rope": 16, "latent": 128, "value": 32},
+    "paged_select_keys": {},
+    "paged_sparse_latent_attention": {"heads": 20, "nope": 32, "rope": 16, "latent": 128, "value": 32},
 }
 
 
@@ -34,6 +36,9 @@ def sample_of(op: str, step: str, device: torch.device) -> Sample:
     draw = Draw(torch.bfloat16, device, seed=list(STEPS).index(step))
     if op == "paged_latent_attention":
         return with_pages(latent_step(draw, step, **CASES[op]))
+    if "select" in op or "sparse" in op:
+        select, attend = sparse_steps(draw, step, **CASES[op])
+        return with_pages(select if "select" in op else attend)
     return stateful_step(op.removeprefix("stateful_"), draw, step, **CASES[op])
 
 
@@ -60,7 +65,7 @@ def test_a_captured_step_serves_every_other(op: str, same: Callable[..., None]) 
         for name, x in wanted.items():
             if isinstance(x, torch.Tensor):
                 given[name].copy_(x)
-        found.fill_(float("nan"))
+        found.fill_(float("nan") if found.is_floating_point() else -7)
         graph.replay()
 
         same(spec, found.cpu(), spec.reference(**wanted))

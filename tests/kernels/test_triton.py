@@ -39,8 +39,8 @@ SHARED_BYTES = 160 * 1024
 
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "launched_without_torch.py", "fused_steps.py",
-    "routed_experts.py", "launched_states.py", "launched_recurrences.py", "launched_latents.py", "hopper_attention.py",
-    "launched_quantised_linear.py", "launched_quantised_experts.py",
+    "routed_experts.py", "launched_states.py", "launched_recurrences.py", "launched_latents.py", "launched_sparse.py",
+    "hopper_attention.py", "launched_quantised_linear.py", "launched_quantised_experts.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
@@ -279,6 +279,48 @@ def test_latent_attention_compiles(use: Use, tokens: int) -> None:
         assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
         has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
         assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("merge_kernel"))
+
+
+def sparse_uses(capability: tuple[int, int], dtype: Dtype, heads: int, cache: Dtype | None = None) -> list[Use]:
+    """The selection of keys and the attention to these in a graph, of DeepSeek's sizes, with sinks."""
+    attended = latent_use(capability, dtype, heads, cache)
+    metadata = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
+    shared = {name: attended.operands[name].type for name in metadata}
+    types = shared | {
+        "q": TensorType(dtype, (1, "T", heads, 128)), "cache": TensorType(cache or dtype, ("P", 16, 128)),
+        "weights": TensorType("float32", (1, "T", heads)),
+    }  # fmt: skip
+    args = {**{name: Ref(name) for name in types}, "scale": Const(0.1), "count": Const(2048)}
+    select = Node("precast.paged_select_keys", args, (Value("y", TensorType("int32", (1, "T", 2048))),))
+    taken = {name: each.type for name, each in attended.operands.items()}
+    taken |= {"selected": TensorType("int32", (1, "T", 2048)), "sinks": TensorType(dtype, (heads,))}
+    more = {name: Ref(name) for name in ("selected", "sinks")}
+    attend = Node("precast.paged_sparse_latent_attention", attended.node.args | more, attended.node.outputs)
+    return [use_of(select, types, attended.target), use_of(attend, taken, attended.target, statics={"weight"})]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "use",
+    [
+        *sparse_uses((9, 0), "bfloat16", 128),
+        *sparse_uses((9, 0), "bfloat16", 64, "float8_e4m3fn"),
+        *sparse_uses((8, 9), "float16", 16, "float8_e4m3fn"),
+        *sparse_uses((8, 0), "bfloat16", 32),
+        *sparse_uses((9, 0), "float32", 16),
+    ],
+    ids=lambda use: f"{use.node.op} {use.operands['cache'].type.dtype} {use.shape('q')[2]} {use.target.text}",
+)
+def test_sparse_attention_compiles(use: Use) -> None:
+    launches = resolve(use, {"T": 1}).record.runs
+    assert callable(launches)
+    for launch in launches(use):
+        found = compiled_launch(use, launch)
+
+        assert len(found.asm["cubin"]) > 0
+        assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
+        has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+        assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("join_kernel"))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 256])

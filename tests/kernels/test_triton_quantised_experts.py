@@ -22,7 +22,7 @@ from precast.kernels.use import Target, Use, use_of
 triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 # Experts, experts of a token, widths of activations and between the products.
-QWEN, GPT_OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)
+QWEN, GPT_OSS, DEEPSEEK = (128, 8, 2048, 768), (32, 4, 2880, 2880), (256, 8, 7168, 2048)
 CLAMPED = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 HOPPER, AMPERE = (9, 0), (8, 0)
 
@@ -117,24 +117,41 @@ def test_what_models_need_is_compiled(use: Use, tokens: int, tmp_path: Path) -> 
         assert "cp.async" in ptx
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_matrix_that_lies_transposed_is_made_on_the_gpu(tmp_path: Path) -> None:
+    use = layer("awq", QWEN)
+    types = {name: operand.type for name, operand in use.operands.items()} | {"out.0": use.result}
+    launched = launches_of(use, 1)
+    made = [launch for launch in launched if launch.kernel.endswith(":dequantise_kernel")]
+
+    assert [launch.kernel.rpartition(":")[2] for launch in launched] == [
+        "order_kernel", "dequantise_kernel", "dequantise_kernel", "grouped_kernel", "grouped_kernel", "sum_kernel",
+    ]  # fmt: skip
+    for launch in (*made, *launched[3:5]):
+        found = compiled(launch, types)
+        assert found.metadata.shared <= shared_bytes(use.target.capability)
+        assert stack_bytes(found, tmp_path) == 0
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 16, 17, 64, 65, 256, 257, 1024, 1025, 100_000])
-def test_one_record_is_for_each_number_of_tokens(tokens: int) -> None:
-    own = [record for record in records_of("precast.quantised_experts", 1) if record.kind == "triton"]
+@pytest.mark.parametrize("name", ["triton.quantised_experts", "triton.whole_experts"])
+def test_one_record_is_for_each_number_of_tokens(name: str, tokens: int) -> None:
+    own = [record for record in records_of("precast.quantised_experts", 1) if record.name.startswith(name)]
     ranges = [record.sizes["T"] for record in own]
 
     assert sum(low <= tokens and (high is None or tokens <= high) for low, high in ranges) == 1
-    assert launches_of(layer("mxfp4", GPT_OSS), tokens)
+    assert launches_of(layer("mxfp4" if name == "triton.quantised_experts" else "awq", QWEN), tokens)
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        layer("awq", QWEN),
+        layer("awq", DEEPSEEK),
         layer("fp8", QWEN, AMPERE),
         layer("mxfp4", QWEN, dtype="float64"),
         layer("mxfp4", QWEN, (7, 5)),
     ],
-    ids=["format", "float8", "dtype", "GPU"],
+    ids=["room", "float8", "dtype", "GPU"],
 )
 def test_what_no_kernel_takes_is_dequantised(use: Use) -> None:
     (case,) = cases(use)

@@ -13,6 +13,7 @@ import torch
 from op_samples.draw import Draw, Sample
 from op_samples.latent_attention import paged_latent_sample
 from op_samples.sequences import spoiled
+from op_samples.sparse_attention import chosen_keys, paged_select_sample
 
 TOKENS, SEQUENCES, PAGES = 14, 6, 90
 STEPS: Mapping[str, Sequence[tuple[int, int, int]]] = {
@@ -41,6 +42,20 @@ def stateful_step(name: str, draw: Draw, step: str, **sizes: int) -> Sample:
     unused = SEQUENCES - len(sequences)
     held = {"state": state, "slots": draw.of([slot for *_, slot in sequences] + [-1] * unused, torch.int32)}
     return made | held | _lengths(draw, sequences)
+
+
+def sparse_steps(draw: Draw, step: str, **more: Any) -> tuple[Sample, Sample]:
+    """Calls of `precast.paged_select_keys` and `precast.paged_sparse_latent_attention` for a step of STEPS."""
+    sequences = [(tokens, context) for tokens, context, _ in STEPS[step]]
+    attended = latent_step(draw, step, **({"heads": 3, "nope": 12, "rope": 8, "latent": 16, "value": 14} | more))
+    first = {name: attended.pop(name) for name in ("q", "cache", "weight")}
+    padding = TOKENS - sum(tokens for tokens, _ in sequences)
+    selected = paged_select_sample(draw, sequences, heads=5, size=12, count=4, padding=padding)
+    metadata = {name: x for name, x in attended.items() if name in selected and name != "scale"}
+    # The pages are those of the latents; what stands in their places was written for these, too.
+    cache = torch.where(first["cache"][..., :12].isnan(), float("nan"), draw.normal(*first["cache"].shape[:2], 12))
+    given = {"selected": chosen_keys(draw, sequences, 4, padding), "sinks": draw.normal(first["q"].shape[2])}
+    return selected | metadata | {"cache": cache}, {**first, **given, **attended}
 
 
 def latent_step(draw: Draw, step: str, **more: Any) -> Sample:

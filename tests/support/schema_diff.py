@@ -25,11 +25,12 @@ from precast.ir.ops import table as ops
 
 Bump = Literal["none", "op", "minor", "major"]
 
-# Not of the format: what messages list, and what a checkpoint may hold.
+# Not of the format: what messages list, what a checkpoint may hold, and how long is waited.
 _LIMITS = frozenset(name for name in vars(limits) if name.startswith("MAX_")) - {
     "MAX_LISTED",
     "MAX_CONFIG_BYTES",
     "MAX_CHECKPOINT_INDEX_BYTES",
+    "MAX_SECONDS",
 }
 
 

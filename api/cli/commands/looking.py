@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from precast.cli.options import AS_JSON, BUNDLE, CHOICES, PATH
+from precast.cli.options import AS_JSON, BUNDLE, CHOICES, FOLDER
 from precast.cli.verbs import Verb, print_report
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
 
 
 @click.command(cls=Verb)
-@click.argument("first", type=PATH)
-@click.argument("second", type=PATH)
+@click.argument("first", type=FOLDER)
+@click.argument("second", type=FOLDER)
 @AS_JSON
 def diff(first: Path, second: Path, as_json: bool) -> None:
     """Show what differs between the bundles FIRST and SECOND. Exits with 1 if anything does."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from precast.cli.options import AS_JSON, BUNDLE, PATH, device_name
+from precast.cli.options import AS_JSON, BUNDLE, FOLDER, PATH, device_name
 from precast.cli.verbs import Verb, Verbs, print_report
 
 
@@ -71,7 +71,7 @@ def bench_startup(bundle: Path | str, weights: Path, out: Path | None, as_json: 
 
 
 @click.command(cls=Verb)
-@BUNDLE
+@click.argument("bundle", type=FOLDER)
 @click.option("--choices", type=PATH, metavar="FILE", help="A table that was measured before. Default: measure now.")
 @AS_JSON
 def seal(bundle: Path, choices: Path | None, as_json: bool) -> None:

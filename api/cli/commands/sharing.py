@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from precast.cli.options import AS_JSON, BUNDLE, PATH, PLAIN_HTTP, REFERENCE, BundlePath
+from precast.cli.options import AS_JSON, BUNDLE, FOLDER, PATH, PLAIN_HTTP, REFERENCE, BundlePath
 from precast.cli.verbs import Verb, Verbs, print_report
 
 
 @click.command(cls=Verb)
-@click.argument("bundle", type=PATH)
+@click.argument("bundle", type=FOLDER)
 @REFERENCE
 @click.option("--image", "as_image", is_flag=True, help="Push an image with one layer, for runtimes that mount images.")
 @click.option(

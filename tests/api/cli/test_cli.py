@@ -145,6 +145,26 @@ def test_build_names_the_kv_dtypes_that_it_knows(tmp_path: Path, command: Comman
     assert not (tmp_path / "b").exists()
 
 
+def test_build_with_weights_of_8_bits(tmp_path: Path, command: Command) -> None:
+    """Of no more than a model of ours: what the option does is tried in `tests/e2e/test_quantise_at_load.py`."""
+    result = command("build", MODEL, "-o", tmp_path / "b", "--quantise", "fp8")
+
+    assert result.exit_code == 0, result.stderr
+    graph = command("inspect", tmp_path / "b", "--graph").stdout
+    assert "quantise(values, read(" in graph
+    assert "precast.quantised_linear@1(" in graph
+
+
+def test_build_names_the_formats_that_it_quantises_to(tmp_path: Path, command: Command) -> None:
+    result = command("build", MODEL, "-o", tmp_path / "b", "--quantise", "int4", "--json")
+
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert (error["code"], error["message"]) == (
+        "option-invalid", "--quantise int4: this is not known, expected fp8",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("variant", ["qwen2-window-tied", "gpt2"])
 def test_build_needs_nothing_but_the_config(variant: str, tmp_path: Path, command: Command) -> None:
     families.make_config(variant).save_pretrained(tmp_path / "model")

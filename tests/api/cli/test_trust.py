@@ -131,7 +131,8 @@ def test_the_users_policy_is_asked_without_an_option(
     (own.parent / "precast" / "trust.json").write_text('{"version": 1, "portable": "vouched"}')
     monkeypatch.setenv("XDG_CONFIG_HOME", str(own.parent))
 
-    assert command("verify", own).stderr.endswith("\n  code: untrusted\n")
+    for verb in (("verify",), ("bench", "kernels"), ("seal",)):
+        assert command(*verb, own).stderr.endswith("\n  code: untrusted\n")
 
 
 @pytest.mark.parametrize(

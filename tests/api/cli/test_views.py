@@ -105,13 +105,17 @@ def test_what_a_build_noted_has_rows_of_its_own(notes: object, rows: list[str], 
         (["a"], [], "python 3, dequantised ['a']"),
     ],
 )
-def test_what_is_dequantised_has_rows_with_the_reason(left: object, rows: list[str], others: str, bundle: Path) -> None:
-    opened = msgspec.structs.replace(Bundle.open(bundle), provenance={"python": "3", "dequantised": left})
+@pytest.mark.parametrize("kind", ["dequantised", "not quantised"])
+def test_what_is_dequantised_has_rows_with_the_reason(
+    kind: str, left: object, rows: list[str], others: str, bundle: Path
+) -> None:
+    opened = msgspec.structs.replace(Bundle.open(bundle), provenance={"python": "3", kind: left})
 
-    lines = [line.partition(" ") for line in show.summary(opened).text.splitlines()]
+    lines = show.summary(opened).text.splitlines()
 
-    assert [text.strip() for name, _, text in lines if name == "dequantised"] == rows
-    assert [text.strip() for name, _, text in lines if name == "provenance"] == [others]
+    assert [line.removeprefix(kind).strip() for line in lines if line.startswith(f"{kind} ")] == rows
+    said = [line.removeprefix("provenance").strip() for line in lines if line.startswith("provenance ")]
+    assert said == [others.replace("dequantised", kind)]
 
 
 def test_summary_has_the_bytes_of_weights_by_their_type(bundle: Path, command: Command) -> None:

@@ -129,6 +129,16 @@ def test_image_and_mounts(registry: FakeRegistry, tiny: Bundle, command: Command
     assert ("org/tiny", "image") in registry.manifests
 
 
+@pytest.mark.parametrize(
+    "verb", [("push", "{}", "ghcr.io/a/b"), ("diff", "{}", "."), ("diff", ".", "{}"), ("seal", "{}")]
+)
+def test_verbs_that_take_no_address_say_so(verb: tuple[str, ...], command: Command) -> None:
+    found = command(*(word.format("oci://ghcr.io/org/tiny:v1") for word in verb))
+
+    assert found.exit_code == 2
+    assert "expected a bundle's directory, found the address oci://ghcr.io/org/tiny:v1; `precast pull" in found.stderr
+
+
 def test_days_that_are_no_number(command: Command) -> None:
     found = command("store", "gc", "--unused-days", "nan")
 

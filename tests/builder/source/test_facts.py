@@ -411,6 +411,7 @@ FLOAT8_KEYS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": 
         ({"kv_cache_quant_algo": "FP8"}, "float8_e4m3fn", None),
         ({"kv_cache_scheme": FLOAT8_KEYS | {"observer": "minmax"}}, "float8_e4m3fn", None),
         ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, "float8_e4m3fn", None),
+        ({"kv_cache_scheme": "FP8"}, "float8_e4m3fn", None),
         ({"kv_cache_scheme": None, "kv_cache_quant_algo": None}, None, None),
         ({}, None, None),
         ({"kv_cache_quant_algo": "NVFP4"}, None, "kv_cache_quant_algo is 'NVFP4', which is not known"),
@@ -430,6 +431,23 @@ def test_what_a_config_says_of_keys_and_values(
     assert facts.kv_dtype == dtype
     assert len(facts.notes) == (note is not None)
     assert note is None or note in facts.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"), [({}, "float8_e4m3fn"), ({"kv_cache_quant_algo": None}, None), ({"kv_cache_scheme": None}, None)]
+)
+def test_modelopts_file_says_of_keys_and_values_what_the_config_does_not(
+    said: dict[str, Any], dtype: str | None, tmp_path: Path
+) -> None:
+    method = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+
+    facts = opened(
+        tmp_path, entries_of("llama", quantization_config=method | said), hf_quant_config={"quantization": FLOAT8}
+    ).facts
+
+    assert facts.kv_dtype == dtype
+    assert facts.quantisation is not None
+    assert facts.quantisation["ignore"] == ["lm_head"]
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])

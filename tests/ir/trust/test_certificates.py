@@ -142,6 +142,31 @@ def test_identities_are_patterns_of_the_signers_name() -> None:
     assert refusal(wrong, LEAF) == "the certificate is of ci@acme.example, which is none of *@other.example"
 
 
+BRANCH = "https://github.com/evil/x/.github/workflows/w.yml@refs/heads/a@acme.example"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("*@acme.example", BRANCH, False),
+        ("*acme.example", BRANCH, False),
+        ("https://github.com/evil/*", BRANCH, True),
+        ("https://*@acme.example", BRANCH, True),
+        ("*", BRANCH, True),
+        ("*", "ci@acme.example", True),
+        ("https:*", "https:x@evil.example", False),
+    ],
+)
+def test_patterns_of_addresses_match_no_uri_and_the_reverse(pattern: str, name: str, matches: bool) -> None:
+    leaf = certificate(name, KEY, BETWEEN, BETWEEN_KEY)
+    trusted = authority(ROOT, BETWEEN, identities=(pattern,))
+
+    if matches:
+        assert certificates.signer(trusted, der(leaf), NOW)[1] == name
+    else:
+        assert f"which is none of {pattern}" in refusal(trusted, leaf)
+
+
 def test_a_certificate_of_a_version_that_there_is_not() -> None:
     odd = der(LEAF)[0].replace(bytes.fromhex("a003020102"), bytes.fromhex("a003020106"), 1)
 

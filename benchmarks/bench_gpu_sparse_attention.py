@@ -1,0 +1,181 @@
+"""On a GPU: microseconds of sparse attention a layer, launch by launch, beside what its bytes and products need.
+
+Claims: at 131,072 tokens of context a decoding sequence takes little more than to read its index keys, and the 2,048
+latents that are selected by them; latents that are not selected cost nothing. DeepSeek-V3.2's sizes in bfloat16, in
+pages of 16 tokens in random order, as many layers as are more than the L2 cache holds. What is selected, and what
+attention to it gives, is compared with the definitions, which compute on the GPU too.
+
+    python benchmarks/bench_gpu_sparse_attention.py [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_gpu_attention import Case, product_rate, read_rate
+from support import harness
+from support.gpu_times import microseconds
+
+from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
+from precast.ir.memory.liveness import Operand
+from precast.kernels.choices import resolve
+from precast.kernels.dtypes import NAMES
+from precast.kernels.launch import Launched
+from precast.kernels.records import Launch
+from precast.kernels.sparse_attention.paged_select_keys import paged_select_keys
+from precast.kernels.sparse_attention.paged_sparse_latent_attention import paged_sparse_latent_attention
+from precast.kernels.use import Target, Use
+
+PAGE_SIZE, MORE_THAN_L2, MOST_LAYERS = 16, 192 << 20, 8
+HEADS, NOPE, ROPE, LATENT, VALUE = 128, 128, 64, 512, 128
+INDEX_HEADS, INDEX_SIZE, COUNT = 64, 128, 2048
+CASES = [
+    Case(1, 1, 131072), Case(8, 1, 131072), Case(1, 1, 32768), Case(64, 1, 16384), Case(1, 1, 2000),
+    Case(1, 1024, 131072), Case(1, 4096, 4096),
+]  # fmt: skip
+
+Arguments = dict[str, Any]
+OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "paged_select_keys": paged_select_keys,
+    "paged_sparse_latent_attention": paged_sparse_latent_attention,
+}
+
+
+def layers_of(case: Case) -> list[tuple[Arguments, Arguments]]:
+    """What the selection and the attention of each layer are called with, their results among it."""
+    pages = -(-case.tokens // PAGE_SIZE)
+    total, tokens = case.seqs * pages, case.seqs * case.queries
+    a_layer = total * PAGE_SIZE * (INDEX_SIZE + LATENT + ROPE) * 2
+    count = min(MOST_LAYERS, max(2, -(-MORE_THAN_L2 // a_layer)))
+
+    def normal(*size: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device="cuda").normal_(0, scale)
+
+    steps = torch.arange(case.seqs + 1, dtype=torch.int32)
+    lists = {
+        "cu_seqlens": steps * case.queries,
+        "kv_lens": torch.full((case.seqs,), case.tokens, dtype=torch.int32),
+        "page_indices": torch.randperm(total, generator=torch.Generator().manual_seed(0)).int(),
+        "page_indptr": steps * pages,
+        "page_start": torch.zeros(case.seqs, dtype=torch.int32),
+    }
+    lists = {name: x.cuda() for name, x in lists.items()}
+    index, arena = normal(total, count, PAGE_SIZE, INDEX_SIZE), normal(total, count, PAGE_SIZE, LATENT + ROPE)
+    q, weights = normal(1, tokens, INDEX_HEADS, INDEX_SIZE), normal(1, tokens, INDEX_HEADS, dtype=torch.float32)
+    queries, weight = normal(1, tokens, HEADS, NOPE + ROPE), normal(HEADS * (NOPE + VALUE), LATENT, scale=LATENT**-0.5)
+    selected = torch.empty(1, tokens, COUNT, dtype=torch.int32, device="cuda")
+    out = torch.empty(1, tokens, HEADS, VALUE, dtype=torch.bfloat16, device="cuda")
+    select = {"q": q, "weights": weights, **lists, "scale": INDEX_SIZE**-0.5, "count": COUNT, "out": selected}
+    attend = {"q": queries, "weight": weight, "selected": selected, "sinks": None, **lists,
+              "scale": (NOPE + ROPE) ** -0.5, "value_size": VALUE, "out": out}  # fmt: skip
+    return [(select | {"cache": index[:, i]}, attend | {"cache": arena[:, i]}) for i in range(count)]
+
+
+def use_of(op: str, arguments: Arguments) -> Use:
+    """The use that a call is; all sizes are known, and no op makes the weight."""
+    given = {name: x for name, x in arguments.items() if name != "out" and x is not None}
+    types = {name: TensorType(NAMES[x.dtype], tuple(x.shape)) for name, x in given.items() if torch.is_tensor(x)}
+    args = {name: Ref(name) if torch.is_tensor(x) else Const(x) for name, x in given.items()}
+    out = arguments["out"]
+    node = Node(f"precast.{op}", args, (Value("y", TensorType(NAMES[out.dtype], tuple(out.shape))),))
+    operands = {name: Operand(kind, True, name != "weight") for name, kind in types.items()}
+    return Use(node, operands, Target("cuda", torch.cuda.get_device_capability()))
+
+
+def microseconds_of(found: tuple[Launch, ...], layers: list[Arguments], num_bytes: int, *, runs: int = 5) -> float:
+    """A layer's, of these launches."""
+    launched = Launched(found, num_bytes)
+    often = layers * -(-6 // len(layers))
+    return round(microseconds([partial(launched, **each) for each in often], runs=runs), 2)
+
+
+def needed(op: str, case: Case) -> dict[str, float]:
+    """Gigabytes and teraflops of a layer: of what is read at least once, and of the products."""
+    tokens, seen = case.seqs * case.queries, case.tokens - (case.queries - 1) / 2
+    if op == "paged_select_keys":
+        keys = case.seqs * case.tokens if case.tokens > COUNT else 0
+        flops = 2 * tokens * seen * INDEX_HEADS * (INDEX_SIZE + 1) if case.tokens > COUNT else 0
+        return {"gb": (2 * keys * INDEX_SIZE + 4 * tokens * COUNT) / 1e9, "tflop": flops / 1e12}
+    latents = case.seqs * min(case.tokens, case.queries * COUNT) * (LATENT + ROPE) * 2
+    weight = HEADS * (NOPE + VALUE) * LATENT
+    flops = 2 * tokens * (HEADS * min(seen, COUNT) * (2 * LATENT + ROPE) + weight)
+    return {"gb": (latents + 2 * weight) / 1e9, "tflop": flops / 1e12}
+
+
+def differences(op: str, arguments: Arguments) -> float:
+    """The share of positions that differ from the definition's, or the largest difference of a result; the first
+    sequence's last tokens alone, where there are many."""
+    given = {name: x for name, x in arguments.items() if name != "out"}
+    if arguments["q"].shape[1] > 64:
+        return -1.0
+    expected, found = OPS[op](**given), arguments["out"]
+    if op == "paged_select_keys":
+        same = [len(set(a.tolist()) & set(b.tolist())) / len(set(b.tolist()))
+                for a, b in zip(found[0], expected[0], strict=True)]  # fmt: skip
+        return round(1 - min(same), 6)
+    return round(float((found.float() - expected.float()).abs().max()), 5)
+
+
+def measure(op: str, layers: list[Arguments], case: Case) -> dict[str, Any]:
+    """One row of the table."""
+    use = use_of(op, layers[0])
+    record = resolve(use, {"T": case.seqs * case.queries, "B": case.seqs}).record
+    assert not isinstance(record.runs, str), "sparse attention on GPUs is launches"
+    found, num_bytes = record.runs(use), record.workspace(use)
+    assert isinstance(num_bytes, int), "all sizes are known"
+    us = microseconds_of(found, layers, num_bytes)
+    need = needed(op, case)
+    floor = max(1e6 * need["gb"] / read_rate(), 1e6 * need["tflop"] / product_rate())
+    row: dict[str, Any] = {"us": us, "floor_us": round(floor, 2), "workspace_mib": num_bytes >> 20}
+    row["launches"] = {
+        f"{i} {each.kernel.partition(':')[2]}": microseconds_of((each,), layers, num_bytes, runs=3)
+        for i, each in enumerate(found)
+        if 0 not in each.grid
+    }
+    microseconds_of(found, layers[:1], num_bytes, runs=1)
+    row["differs"] = differences(op, layers[0])
+    return row
+
+
+def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One case doesn't end the others."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def main() -> None:
+    """Measure and write `results/gpu_sparse_attention.json`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_sparse_attention.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs a CUDA GPU: nothing measured")
+        return
+    table: dict[str, Any] = {}
+    for case in CASES:
+        layers = layers_of(case)
+        for i, op in enumerate(OPS):
+            row = attempt(partial(measure, op, [layer[i] for layer in layers], case))
+            table[f"{op}, {case.text}"] = row
+            print(f"{op}, {case.text}: {json.dumps(row)}", flush=True)
+        del layers
+        torch.cuda.empty_cache()
+    rates = {"read_gb_per_s": read_rate(), "product_tflop_per_s": product_rate()}
+    print(json.dumps(rates), flush=True)
+    text = json.dumps(
+        {"claim": "gpu_sparse_attention", "machine": harness.machine(), "figures": {**rates, "rows": table}}
+    )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The launches of sparse attention in Triton. No torch."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, ceildiv, maximum, minimum, mul
+from precast.kernels.attention.launches import Tile, by_slots, has_large_memory
+from precast.kernels.blocks import num_warps, power_of_two
+from precast.kernels.latent_attention.launches import absorbed_tile, head_product, sizes_of
+from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.rotary_write_kv.launches import LARGEST_FLOAT8
+from precast.kernels.rows import known, overlaps, real
+from precast.kernels.sparse_attention.limits import OWN_SCORES
+from precast.kernels.use import Use
+
+PROGRAMS = 132
+"""Programs that share what is selected: one for each multiprocessor of an H100."""
+SELECT_PARTS = (128, 32, 8, 4)
+"""Parts of a sequence's keys at most that are scored by themselves, by the slots for sequences that a step has."""
+LEAST_SCORED = 256
+"""Keys of such a part at least."""
+SCANNED = 2048
+"""Scores of a row that a program looks at together."""
+GROUPS = 8192
+"""Groups of a row's scores, of whose maxima a bound follows, and scores above it that a program has room for."""
+ATTEND_PARTS = (64, 16, 4, 1)
+"""Parts of what is selected for a token, by the tokens of a step in the same ranges."""
+JOINED = 8192
+"""Elements of partial results that are joined at a time, at most."""
+_KERNELS = "precast.kernels.sparse_attention."
+
+
+def write_index_keys(use: Use) -> tuple[Launch, ...]:
+    """`precast.write_index_keys`, in one launch: latents whose keys have no rope part."""
+    size, has_pdl = known(use, "k", 2), overlaps(use)
+    return (
+        Launch(
+            kernel="precast.kernels.latent_attention.triton:write_latent_kernel",
+            grid=(use.shape("k")[1],),
+            args=(
+                *(Pointer(name) for name in ("k", "k", "cache", "slot_mapping")),
+                mul(*use.shape("cache")[:2]),
+                *(Stride("k", axis) for axis in (1, 2, 1, 2)),
+                *(Stride("cache", axis) for axis in range(3)),
+                Stride("slot_mapping", 0),
+            ),
+            constants={
+                "PAGE_SIZE": known(use, "cache", 1),
+                "LATENT": size,
+                "ROPE": 0,
+                "BLOCK_C": power_of_two(size),
+                "BLOCK_R": 1,
+                "LIMIT": LARGEST_FLOAT8 if use.width("cache") == 1 else 0.0,
+                "PDL": has_pdl,
+            },
+            num_warps=num_warps(power_of_two(size)),
+            pdl=has_pdl,
+        ),
+    )
+
+
+def select_workspace(use: Use) -> Expr:
+    """The bytes of the scores: of sequences with one query, of prompts, and those above the bounds of rows."""
+    return mul(4, add(_slots(use), _own_places(use), PROGRAMS * GROUPS))
+
+
+def select_keys(use: Use) -> tuple[Launch, ...]:
+    """`precast.paged_select_keys`: the scores of sequences with one query, then what is selected of all."""
+    sequences, tokens = add(use.shape("cu_seqlens")[0], -1), use.shape("q")[1]
+    tile, queries = _score_tile(use), _queries(use)
+    parts = by_slots(sequences, SELECT_PARTS)
+    scores = Pointer("workspace", "int32", 0)
+    given = tuple(Pointer(name) for name in (
+        "q", "weights", "cache", "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))  # fmt: skip
+    strides = (*(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
+               *(Stride("cache", axis) for axis in (0, 1)))  # fmt: skip
+    count, size = use.constant("count"), known(use, "q", 3)
+    assert isinstance(count, int), "count is a number"
+    constants = {
+        "COUNT": count,
+        "PAGE_SIZE": known(use, "cache", 1),
+        "HEADS": known(use, "q", 2),
+        "SIZE": size,
+        "BLOCK_H": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_D": max(16, power_of_two(size)),
+        "SCALE": real(use, "scale"),
+        "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
+        "PDL": overlaps(use),
+    }
+    score = Launch(
+        kernel=_KERNELS + "triton_select:score_kernel",
+        grid=(sequences, parts),
+        args=(scores, *given, parts, LEAST_SCORED, *strides),
+        constants=constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        pdl=overlaps(use),
+    )
+    select = Launch(
+        kernel=_KERNELS + "triton_select:select_kernel",
+        grid=(minimum(tokens, PROGRAMS),),
+        args=(Pointer("out.0"), scores, Pointer("workspace", "int32", mul(4, _slots(use))),
+              Pointer("workspace", "int32", mul(4, add(_slots(use), _own_places(use)))), *given, tokens, sequences,
+              _own_places(use), *strides),
+        constants={**constants, "BLOCK_Q": queries, "GROUPS": GROUPS, "BLOCK": SCANNED},
+        num_warps=8,
+        num_stages=tile.num_stages,
+        pdl=overlaps(use),
+    )  # fmt: skip
+    return score, select
+
+
+def attend_workspace(use: Use) -> Expr:
+    """The bytes of queries and results in the latents' space, and of partial results with their weights."""
+    return add(_attend_places(use)[-1], 16)
+
+
+def attend(use: Use) -> tuple[Launch, ...]:
+    """`precast.paged_sparse_latent_attention`: queries into the latents' space, attention there, and results out."""
+    sizes, tile, parts = sizes_of(use), absorbed_tile(use), _attend_parts(use)
+    tokens, count = use.shape("q")[1], known(use, "selected", 2)
+    places = _attend_places(use)
+    queries, results = (Pointer("workspace", sizes.dtype, place) for place in places[:2])
+    partial, weights = (Pointer("workspace", "float32", place) for place in places[2:4])
+    heads = min(power_of_two(sizes.heads), tile.m)
+    block_c = max(16, power_of_two(sizes.latent))
+    shared = {"HEADS": sizes.heads, "LATENT": sizes.latent, "BLOCK_C": block_c, "PDL": overlaps(use)}
+    attention = Launch(
+        kernel=_KERNELS + "triton_attend:attend_kernel",
+        grid=(tokens, -(-sizes.heads // heads), parts),
+        args=(results, partial, weights, queries, Pointer("q"), Pointer("cache"), Pointer("selected"),
+              Pointer("sinks") if use.has("sinks") else None,
+              *(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")),
+              add(use.shape("cu_seqlens")[0], -1), parts, *(Stride("q", axis) for axis in (1, 2, 3)),
+              *(Stride("cache", axis) for axis in (0, 1)), *(Stride("selected", axis) for axis in (1, 2))),
+        constants={
+            **shared,
+            "COUNT": count,
+            "PAGE_SIZE": sizes.page,
+            "NOPE": sizes.nope,
+            "ROPE": sizes.rope,
+            "BLOCK_M": max(16, heads),
+            "BLOCK_N": tile.n,
+            "BLOCK_R": max(16, power_of_two(sizes.rope)),
+            "SCALE": real(use, "scale"),
+            "PRECISION": "ieee" if sizes.bytes > 2 else "tf32",
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        pdl=overlaps(use),
+    )  # fmt: skip
+    join = Launch(
+        kernel=_KERNELS + "triton_attend:join_kernel",
+        # None where each token is one part.
+        grid=(mul(tokens, minimum(add(parts, -1), 1)), sizes.heads),
+        args=(results, partial, weights, parts),
+        constants={**shared, "PARTS": max(1, JOINED // block_c)},
+        pdl=overlaps(use),
+    )
+    by_token = tuple(Stride("q", axis) for axis in (1, 2, 3))
+    by_row = (sizes.heads * sizes.latent, sizes.latent, 1)
+    return (
+        head_product(use, queries, Pointer("q"), by_token, to_latent=True),
+        attention,
+        join,
+        head_product(use, Pointer("out.0"), results, by_row, to_latent=False),
+    )
+
+
+def _attend_parts(use: Use) -> Expr:
+    """Parts of what is selected for a token, no more than there are tiles in it."""
+    most = -(-known(use, "selected", 2) // absorbed_tile(use).n)
+    return by_slots(use.shape("q")[1], tuple(min(parts, most) for parts in ATTEND_PARTS))
+
+
+def _attend_places(use: Use) -> tuple[Expr, ...]:
+    """Byte offsets of queries, results, partial results and weights in the workspace, and the end."""
+    sizes = sizes_of(use)
+    rows = mul(use.shape("q")[1], sizes.heads)
+    # One part is none: its program has the result.
+    parts = mul(_attend_parts(use), minimum(add(_attend_parts(use), -1), 1))
+    each = (
+        *([mul(16, ceildiv(mul(rows, sizes.latent, sizes.bytes), 16))] * 2),
+        mul(rows, parts, 4 * sizes.latent),
+        mul(rows, parts, 8),
+    )
+    return tuple(add(*each[:i]) for i in range(len(each) + 1))
+
+
+def _score_tile(use: Use) -> Tile:
+    """Rows of one query's heads, and keys that are scored together."""
+    rows = max(16, power_of_two(known(use, "q", 2)))
+    if use.width("q") > 2:
+        return Tile(rows, 16, 4, 1)
+    return Tile(rows, 64, 4, 3 if has_large_memory(use) else 2)
+
+
+def _queries(use: Use) -> int:
+    """Queries of a prompt that a program scores at a time: rows enough to use a loaded key often."""
+    rows = max(16, power_of_two(known(use, "q", 2)))
+    return max(1, (32 if use.width("q") > 2 else 128) // rows)
+
+
+def _slots(use: Use) -> Expr:
+    """Of all page lists, in whole vectors."""
+    return mul(4, ceildiv(mul(use.shape("page_indices")[0], use.shape("cache")[1]), 4))
+
+
+def _own_places(use: Use) -> Expr:
+    """Scores of prompts that there is room for: of all programs, or as many as is allowed, if that is one tile's."""
+    a_tile = mul(_queries(use), _slots(use))
+    return minimum(mul(PROGRAMS, a_tile), maximum(OWN_SCORES, a_tile))
