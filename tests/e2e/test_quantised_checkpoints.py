@@ -292,8 +292,8 @@ def test_ranks_together_give_the_logits_of_one(case: str, made: Callable[[str], 
 
 
 def test_channels_are_split_where_blocks_end(made: Callable[[str], Made]) -> None:
-    """Heads have 16 channels, half a block, or 12; of the feed-forward layer's 128 a rank has whole blocks of 32, and of
-    80, of which not even two ranks could share blocks, parts of them."""
+    """Heads have 16 channels, half a block, or 12. Of the feed-forward layer's 128 a rank has whole blocks of 32; of
+    80, which not even two ranks could share in blocks, parts of them."""
     found = {}
     for case in ("FP8 in blocks", "FP8 in blocks that no matrix ends with"):
         nodes = [node for node in made(case).bundle.graph.blocks[0].nodes if node.op == "precast.quantised_linear"]
