@@ -275,8 +275,8 @@ def _with_own_sinks(
     shift = sinks.float() / -scale
     rounded = shift.to(query.dtype)
     rest = (shift - rounded.float()).to(query.dtype)  # of half precision: without it the sink would be coarse
-    zeros = query.new_zeros((*query.shape[:-1], EXTRA_ELEMENTS - 2))
-    ones = key.new_ones((*key.shape[:-1], EXTRA_ELEMENTS))
+    zeros = torch.zeros_like(rounded).expand(*query.shape[:-1], EXTRA_ELEMENTS - 2)
+    ones = torch.ones_like(key[..., :1]).expand(*key.shape[:-1], EXTRA_ELEMENTS)
     wide = torch.cat([query, rounded, rest, zeros], dim=-1)
     return wide, torch.cat([key, ones], dim=-1), torch.zeros(query.shape[1], dtype=query.dtype)
 
@@ -301,7 +301,7 @@ def _sparse_attention(
         raise BuildError(
             "feature-unsupported", message, fix=f"build with max_seq_len of at most {largest(indices.shape[-1])}"
         )
-    return torch.ops.precast_trace.sparse_attention(  # type: ignore[no-any-return]
+    return torch.ops.precast_trace.sparse_attention(
         *(heads.transpose(1, 2) for heads in (query, key, value)), indices, s_aux, current_trace().cu_seqlens,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
     )  # fmt: skip
