@@ -275,8 +275,8 @@ def _with_own_sinks(
     shift = sinks.float() / -scale
     rounded = shift.to(query.dtype)
     rest = (shift - rounded.float()).to(query.dtype)  # of half precision: without it the sink would be coarse
-    zeros = query.new_zeros((*query.shape[:-1], EXTRA_ELEMENTS - 2))
-    ones = key.new_ones((*key.shape[:-1], EXTRA_ELEMENTS))
+    zeros = torch.zeros_like(rounded).expand(*query.shape[:-1], EXTRA_ELEMENTS - 2)
+    ones = torch.ones_like(key[..., :1]).expand(*key.shape[:-1], EXTRA_ELEMENTS)
     wide = torch.cat([query, rounded, rest, zeros], dim=-1)
     return wide, torch.cat([key, ones], dim=-1), torch.zeros(query.shape[1], dtype=query.dtype)
 

@@ -21,7 +21,7 @@ from precast.builder.capture.mixtures import drop_unread_rows, has_unread_rows
 from precast.builder.capture.modules import routed_modules
 from precast.builder.graph.context import FxNode, Options, tensor
 from precast.builder.graph.nodes import op_counts
-from precast.builder.lower.lower import lower
+from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.source.source import open_source
 from precast.ir.errors import BuildError
@@ -109,6 +109,7 @@ def test_graphs_compute_what_transformers_computes(name: str, differs: dict[str,
     found = captured(config)
 
     assert relative_error(run(found, state), expected) < 1e-5
+    refuse_unknown_ops(found.graph)
     assert ops <= op_counts(found.graph).keys()
     # weights of experts are read as they are used
     assert all(found.ctx.is_param(weight) for weight in expert_weights(found))
