@@ -28,8 +28,9 @@ from precast.ir.bundle.layout import (
     read_layer,
     read_layout,
     read_shared,
+    survey,
 )
-from precast.ir.errors import BundleError, some
+from precast.ir.errors import BuildError, BundleError, some
 from precast.ir.graph.schema import Graph, Node, Steps
 from precast.ir.manifest import Blob, Manifest, Role
 from precast.ir.native import NativeLayer
@@ -169,7 +170,8 @@ def attach(path: str | os.PathLike[str], *attached: Attached) -> Bundle:
     it is; a provenance record takes the place of the one that is there. Returns the bundle, opened.
 
     Raises BundleError for a bundle that is refused, or that would be with these (`index-invalid`: another bundle's;
-    `limit-exceeded`), and BuildError as `write_bundle` does.
+    `limit-exceeded`), and BuildError as `write_bundle` does, also where another process attaches at the same time
+    (`build-in-progress`).
     """
     contents = read_layout(Path(path))
     has_record = any(extra.artifact_type == oci.PROVENANCE for extra in attached)
@@ -200,7 +202,16 @@ def _replace_attached(path: Path, contents: Contents, attached: Mapping[str, Att
         content |= {oci.blob_path(digest): data for digest, data in extra.blobs().items()}
     content[oci.INDEX_FILE] = compose_index(contents.descriptor, tuple(attached.values()))
     content[oci.LAYOUT_FILE] = oci.MARKER
-    return _at(publish(path, content, may_replace=is_bundle, check=Bundle.open), path)
+
+    def check(made: Path) -> Bundle:
+        """The new bundle, opened; called while nobody else may write to `path`."""
+        now = survey(path)
+        if (now.descriptor, now.attached) != (contents.descriptor, contents.attached):
+            message, fix = "another process has changed the bundle since it was read", "try again: nothing was written"
+            raise BuildError("build-in-progress", message, where=str(path), fix=fix)
+        return Bundle.open(made)
+
+    return _at(publish(path, content, may_replace=is_bundle, check=check), path)
 
 
 def _at(bundle: Bundle, path: Path) -> Bundle:

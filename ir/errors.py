@@ -168,7 +168,6 @@ FIXES: dict[str, str] = {
     "checkpoint-config": "correct the checkpoint's config.json, or download or copy it again",
     "key-invalid": "check the path; docs/trust.md says which keys and certificates are taken, and how they are made",
     "lock-invalid": "correct the file, or remove it: `precast link BUNDLE DIR` writes it anew",
-    "choices-invalid": "name a table that `precast bench kernels BUNDLE -o FILE` has written",
     "reference-invalid": "name it as HOST[:PORT]/NAME[:TAG][@DIGEST], such as ghcr.io/org/name:1.0",
 }
 """What to do about the errors of a code, where who raises one knows no better."""

@@ -8,13 +8,14 @@ import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from precast.ir.artifact import Bundle
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dtype, Graph
+from precast.ir.graph.stored_parts import StoredPart, stored_parts
 from precast.ir.weights import recipes
 from precast.ir.weights.tensorfile import FILE_DTYPES, element_bytes
 from precast.kernels.dtypes import BY_NAME
@@ -35,18 +36,21 @@ def write(bundle: Bundle, folder: Path) -> None:
     shards: list[list[_Tensor]] = []
     known: set[str] = set()
     held = SHARD_BYTES
-    for read in (read for param in bundle.graph.params for read in recipes.each_leaf(param.recipe)):
+    parts = stored_parts(bundle.graph)
+    reads = ((read, parts.get(param.name)) for param in bundle.graph.params for read in recipes.each_leaf(param.recipe))
+    for read, part in reads:
         if read.tensor in known:
             continue
         known.add(read.tensor)
-        made = _Tensor(read.tensor, read.dtype or bundle.manifest.model.dtype, tuple(read.shape))
+        shape = tuple(read.shape)
+        made = _Tensor(read.tensor, read.dtype or bundle.manifest.model.dtype, shape, _role(part, shape))
         if held + made.num_bytes > SHARD_BYTES:
             shards.append([])
             held = 0
         shards[-1].append(made)
         held += made.num_bytes
-    kinds = {each.dtype for shard in shards for each in shard}
-    blocks = {kind: {False: drawn.to(BY_NAME[kind]), True: (1 + drawn).to(BY_NAME[kind])} for kind in kinds}
+    kinds = {(each.dtype, each.role) for shard in shards for each in shard}
+    blocks = {kind: _drawn(*kind, drawn) for kind in kinds}
     names = [f"model-{number:05}.safetensors" for number in range(len(shards))]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda name, shard: _save(folder / name, shard, blocks), names, shards))
@@ -56,27 +60,57 @@ def write(bundle: Bundle, folder: Path) -> None:
 
 def tensors(graph: Graph, device: torch.device) -> dict[str, torch.Tensor]:
     """Params and constants on a device, by name: matrices small, so that nothing overflows; vectors around 1."""
-    found = {}
+    found, parts = {}, stored_parts(graph)
     for value in (*graph.params, *graph.constants):
-        shape = [symbols.evaluate(size, {"tp": 1, "rank": 0}) for size in value.type.shape]
-        made = torch.zeros(shape, dtype=BY_NAME[value.type.dtype], device=device)
-        if made.is_floating_point():
-            made.normal_(1.0 if made.dim() == 1 else 0.0, SCALE)
+        shape = tuple(symbols.evaluate(size, {"tp": 1, "ep": 1, "rank": 0}) for size in value.type.shape)
+        role, dtype = _role(parts.get(value.name), shape), BY_NAME[value.type.dtype]
+        made = torch.zeros(shape, dtype=dtype, device=device)
+        if value.name in parts:
+            made.copy_(_drawn(value.type.dtype, role, torch.randn(made.numel(), device=device) * SCALE).view(shape))
+        elif made.is_floating_point():
+            made.normal_(1.0 if role == "vector" else 0.0, SCALE)
         found[value.name] = made
     return found
+
+
+Role = Literal["matrix", "vector", "values", "scales", "groups"]
+"""What a tensor is for: the last three are parts of a weight in few bits."""
+
+
+def _role(part: StoredPart | None, shape: tuple[int, ...]) -> Role:
+    if part is None:
+        return "vector" if len(shape) == 1 else "matrix"
+    if part.part == "groups":
+        return "groups"
+    return "values" if part.part in ("of", "zeros") else "scales"
+
+
+def _drawn(dtype: Dtype, role: Role, drawn: torch.Tensor) -> torch.Tensor:
+    """Numbers for tensors of this type and role, as many as `drawn`, which are of size `SCALE`."""
+    kind = BY_NAME[dtype]
+    if role == "scales":
+        # exponents of two are counted from 127
+        return (121 + drawn.sign() * 2).to(kind) if kind == torch.uint8 else (drawn.abs() + SCALE / 4).to(kind)
+    if role == "values" and not kind.is_floating_point:
+        bits = torch.randint(0, 256, (drawn.numel() * kind.itemsize,), dtype=torch.uint8, device=drawn.device)
+        return bits.view(kind)
+    if role == "values":
+        return (drawn / SCALE).to(kind)
+    return torch.zeros_like(drawn).to(kind) if role == "groups" else (drawn + (role == "vector")).to(kind)
 
 
 class _Tensor(NamedTuple):
     name: str
     dtype: Dtype
     shape: tuple[int, ...]
+    role: Role
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * element_bytes(self.dtype)
 
 
-def _save(path: Path, shard: list[_Tensor], blocks: dict[Dtype, dict[bool, torch.Tensor]]) -> None:
+def _save(path: Path, shard: list[_Tensor], blocks: dict[tuple[Dtype, Role], torch.Tensor]) -> None:
     """A safetensors file of these."""
     header, at = {}, 0
     for each in shard:
@@ -87,7 +121,7 @@ def _save(path: Path, shard: list[_Tensor], blocks: dict[Dtype, dict[bool, torch
     with path.open("wb", buffering=0) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for each in shard:
-            block = memoryview(blocks[each.dtype][len(each.shape) == 1].view(torch.uint8).numpy())
+            block = memoryview(blocks[each.dtype, each.role].view(torch.uint8).numpy())
             start = zlib.crc32(each.name.encode()) % BLOCK * element_bytes(each.dtype)
             left = each.num_bytes
             while left:

@@ -301,7 +301,7 @@ def _sparse_attention(
         raise BuildError(
             "feature-unsupported", message, fix=f"build with max_seq_len of at most {largest(indices.shape[-1])}"
         )
-    return torch.ops.precast_trace.sparse_attention(  # type: ignore[no-any-return]
+    return torch.ops.precast_trace.sparse_attention(
         *(heads.transpose(1, 2) for heads in (query, key, value)), indices, s_aux, current_trace().cu_seqlens,
         scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
     )  # fmt: skip

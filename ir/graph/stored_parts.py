@@ -48,7 +48,7 @@ def _parts(node: Node, bound: Mapping[str, str]) -> dict[str, StoredPart]:
     format = node.args.get("format")
     if node.op not in _WEIGHTS or not isinstance(format, Const):
         return {}
-    found = {}
+    found: dict[str, StoredPart] = {}
     for weight, prefix in _WEIGHTS[node.op]:
         args = {"of": weight, **{part: prefix + part for part in _OTHERS}}
         names = {part: given.name for part, arg in args.items() if isinstance(given := node.args.get(arg), Ref)}

@@ -35,14 +35,15 @@ def _one_by_one(use: Use) -> Expr:
 _TRITON: dict[str, Any] = {
     "op": "precast.quantised_experts", "kind": "triton", "devices": ("cuda",), "min_capability": (8, 0),
     "allocates": False, "dtypes": {"x": ("float16", "bfloat16", "float32")},
-    "takes": (
-        Condition(
-            f"one of {', '.join(launches.FORMATS)}, groups of 16 or a multiple of 32, sizes that are known at load",
-            launches.is_taken,
-        ),
-        Condition("compute capability 8.9 or higher for numbers of float8", launches.has_float8),
-    ),
 }  # fmt: skip
+_IS_STORED = (
+    Condition(
+        f"one of {', '.join(launches.FORMATS)}, groups of 16 or a multiple of 32, sizes that are known at load",
+        launches.is_taken,
+    ),
+    Condition("compute capability 8.9 or higher for numbers of float8", launches.has_float8),
+)
+_IS_WHOLE = (Condition("awq or gptq, whose matrices take at most 4 GiB in the activations' type", whole.is_taken),)
 _FEW = 2
 """Up to so many tokens hardly two share an expert, so that three launches are better than four."""
 
@@ -50,7 +51,8 @@ _FEW = 2
 def _few(most: int) -> Record:
     """Up to `most` tokens: each pair of a token and an expert reads its weights."""
     return Record(
-        name="triton.quantised_experts_of_few", **_TRITON, sizes={"T": (0, most)}, workspace=launches.few_workspace,
+        name="triton.quantised_experts_of_few", **_TRITON, takes=_IS_STORED, sizes={"T": (0, most)},
+        workspace=launches.few_workspace,
         runs=launches.few(),
     )  # fmt: skip
 
@@ -58,7 +60,7 @@ def _few(most: int) -> Record:
 def _grouped(least: int, most: int | None) -> Record:
     """Tokens in the order of experts."""
     return Record(
-        name="triton.quantised_experts" + ("" if most is None else f"_to_{most}"), **_TRITON,
+        name="triton.quantised_experts" + ("" if most is None else f"_to_{most}"), **_TRITON, takes=_IS_STORED,
         sizes={"T": (least, most)}, workspace=launches.grouped_workspace(most), runs=launches.grouped(most),
     )  # fmt: skip
 
@@ -66,12 +68,11 @@ def _grouped(least: int, most: int | None) -> Record:
 def _whole(least: int, most: int | None) -> Record:
     """Tokens in the order of experts, whose weights are dequantised in each step."""
     return Record(
-        name="triton.whole_experts" + ("" if most is None else f"_to_{most}"), **_TRITON | {"takes": (_IS_WHOLE,)},
-        sizes={"T": (least, most)}, workspace=whole.grouped_workspace(most), runs=whole.grouped(most),
+        name="triton.whole_experts" + ("" if most is None else f"_to_{most}"), **_TRITON,
+        takes=_IS_WHOLE, sizes={"T": (least, most)}, workspace=whole.grouped_workspace(most), runs=whole.grouped(most),
     )  # fmt: skip
 
 
-_IS_WHOLE = Condition("awq or gptq, whose matrices take at most 4 GiB in the activations' type", whole.is_taken)
 _RUNS = "precast.kernels.quantised_experts.one_by_one:quantised_experts"
 
 RECORDS = (

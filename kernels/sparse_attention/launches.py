@@ -210,4 +210,4 @@ def _slots(use: Use) -> Expr:
 def _own_places(use: Use) -> Expr:
     """Scores of prompts that there is room for: of all programs, or as many as is allowed, if that is one tile's."""
     a_tile = mul(_queries(use), _slots(use))
-    return minimum(mul(PROGRAMS, a_tile), maximum(OWN_SCORES, a_tile))
+    return minimum(mul(minimum(use.shape("q")[1], PROGRAMS), a_tile), maximum(OWN_SCORES, a_tile))

@@ -14,24 +14,24 @@ from precast.kernels.attention.attend import Pages
 from precast.kernels.attention.paged import PAGES_AXES, each_sequence
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
-from precast.kernels.sparse_attention.select import Selecting, select
+from precast.kernels.sparse_attention.select import select
 from precast.kernels.spec import OpSpec
 from precast.kernels.storage import STORED, gathered
 
 
 @implements("paged_select_keys")
 def paged_select_keys(
-    q: torch.Tensor, cache: torch.Tensor, weights: torch.Tensor, pages: Pages, selecting: Selecting
+    q: torch.Tensor, cache: torch.Tensor, weights: torch.Tensor, pages: Pages, scale: float, count: int
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `cache` [P, S, D], `weights` [1, T, H] float32; [1, T, count] int32.
 
     A cache of another dtype, float8_e4m3fn too, is converted as it is read.
     """
-    found = q.new_full((*q.shape[:2], selecting.count), -1, dtype=torch.int32)
+    found = q.new_full((*q.shape[:2], count), -1, dtype=torch.int32)
     for rows, queries, keys, held in each_sequence(pages, q.device):
         # What lies past the last key was never written, or by another sequence: it must not be selected.
         k = gathered(cache, held).flatten(0, 1)[: len(keys)]
-        found[0, rows] = select(q[0, rows], weights[0, rows], k, queries, keys[: len(k)], selecting)
+        found[0, rows] = select(q[0, rows], weights[0, rows], k, queries, keys[: len(k)], scale, count)
     return found
 
 

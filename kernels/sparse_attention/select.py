@@ -13,36 +13,28 @@ without rounding to 8 bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from precast.kernels.dtypes import widened
 from precast.kernels.sparse_attention.limits import MAX_SCORES
 
 
-class Selecting(NamedTuple):
-    """How keys are scored, and how many a query selects."""
-
-    scale: float
-    count: int
-
-
 def select(
-    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, how: Selecting
-) -> torch.Tensor:
+    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, scale: float,
+    count: int,
+) -> torch.Tensor:  # fmt: skip
     """One sequence: `q` [Q, H, D], `weights` [Q, H], `k` [L, D] at positions `queries` [Q] and `keys` [L], ascending.
 
     [Q, count] int32. Some queries at a time (`MAX_SCORES`), since every head scores every key.
     """
     step = max(MAX_SCORES // max(q.shape[1] * len(k), 1), 1)
-    found = q.new_full((len(q), how.count), -1, dtype=torch.int32)
+    found = q.new_full((len(q), count), -1, dtype=torch.int32)
     for first in range(0, len(q), step):
         rows = slice(first, first + step)
-        scores = _scores(q[rows], weights[rows], k, how.scale)
+        scores = _scores(q[rows], weights[rows], k, scale)
         scores = scores.masked_fill(keys > queries[rows, None], float("-inf"))
         # A stable sort keeps equal scores in the order of their positions.
-        best = scores.argsort(dim=-1, descending=True, stable=True)[:, : how.count]
+        best = scores.argsort(dim=-1, descending=True, stable=True)[:, :count]
         places = keys[best]
         hidden = places > queries[rows, None]
         last = torch.iinfo(torch.int32).max

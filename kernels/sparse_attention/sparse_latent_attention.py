@@ -52,8 +52,10 @@ SPARSE_LATENT_ATTENTION = OpSpec(
         "cu_seqlens": "B+1",
     },
     results={"y": "1 T H E"},
-    dtypes=dict.fromkeys(("q", "latent", "k_rope", "weight", "sinks"), FLOAT)
-    | dict.fromkeys(("selected", "cu_seqlens"), (torch.int32,)),
+    dtypes={
+        **dict.fromkeys(("q", "latent", "k_rope", "weight", "sinks"), FLOAT),
+        **dict.fromkeys(("selected", "cu_seqlens"), (torch.int32,)),
+    },
     reference=sparse_latent_attention,
     tolerances=PRODUCT,
 )  # fmt: skip

@@ -66,7 +66,9 @@ def test_another_architecture_of_equal_entries_is_another_key() -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("options", [Options("bfloat16", 64), Options("float32", 63)])
+@pytest.mark.parametrize(
+    "options", [Options("bfloat16", 64), Options("float32", 63), Options("float32", 64, dequantise=True)]
+)
 def test_options_of_the_graph_are_in_the_key(options: Options, source: Source) -> None:
     assert key(source, options) != key(source)
 

@@ -291,6 +291,29 @@ def test_ranks_together_give_the_logits_of_one(case: str, made: Callable[[str], 
     assert all(prove(bundle, stored, tp=tp, ep=ep, alone=alone).holds for tp, ep in worlds[1:])
 
 
+def test_channels_are_split_where_blocks_end(made: Callable[[str], Made]) -> None:
+    """Heads have 16 channels, half a block, or 12. Of the feed-forward layer's 128 a rank has whole blocks of 32; of
+    80, which not even two ranks could share in blocks, parts of them."""
+    found = {}
+    for case in ("FP8 in blocks", "FP8 in blocks that no matrix ends with"):
+        nodes = [node for node in made(case).bundle.graph.blocks[0].nodes if node.op == "precast.quantised_linear"]
+        found[case] = [tuple(item.value for item in node.args["block"].items) for node in nodes]  # type: ignore[union-attr]
+
+    assert found == {
+        "FP8 in blocks": [(16, 32), (32, 16), (32, 32), (32, 32)],
+        "FP8 in blocks that no matrix ends with": [(4, 32), (32, 4), (8, 32), (32, 8)],
+    }
+
+
+@pytest.mark.parametrize("case", ["FP8, a scale a tensor", "MXFP4 experts", "AWQ"])
+def test_stages_and_ranks_with_sequences_of_their_own(case: str, made: Callable[[str], Made]) -> None:
+    (_, stored), bundle = made(case)
+    alone = unsharded(bundle, stored)
+
+    assert prove(bundle, stored, tp=1, pp=2, alone=alone).holds
+    assert prove(bundle, stored, tp=2, dp=2, alone=alone).holds
+
+
 @pytest.mark.parametrize("case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ"])
 def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds

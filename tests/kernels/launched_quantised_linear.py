@@ -52,6 +52,7 @@ FORMATS: dict[str, Callable[[Draw], tuple[int, Sample]]] = {
     "packed8 of rows": lambda draw: (100, quantised.packed(draw, 37, 100, 8)),
     "mxfp4": lambda draw: (96, quantised.mxfp4(draw, 37, 96)),
     "nvfp4": lambda draw: (80, quantised.nvfp4(draw, 37, 80)),
+    "nvfp4, divided": lambda draw: (80, quantised.nvfp4(draw, 37, 80, divided=True)),
     "nvfp4 of rows, divided": lambda draw: (80, quantised.nvfp4(draw, 37, 80, divided=True, rows=True)),
     "awq": lambda draw: (256, quantised.awq(draw, 40, 256, 128)),
     "awq in short groups": lambda draw: (96, quantised.awq(draw, 40, 96, 32)),
@@ -149,6 +150,18 @@ def test_values_are_the_definitions(format: str, dtype: torch.dtype) -> None:
                                     weight=sample["weight"], scales=sample["scales"]))  # fmt: skip
     expected = expected.t() if format.startswith(("awq", "gptq")) else expected
     torch.testing.assert_close(values, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("inputs", [96, 256])
+def test_inputs_of_no_group_count_for_nothing(inputs: int, same: Callable[..., None]) -> None:
+    """Those of one group together, too."""
+    draw = Draw(torch.float16, DEVICE)
+    weight = quantised.gptq(draw, 40, inputs, inputs // 2, order=True)
+    weight["groups"] = (torch.arange(inputs, device=DEVICE) // (inputs // 2)).int()
+    if inputs == 96:
+        weight["groups"][5] = -1
+    weight["groups"][inputs // 2 :] = 2
+    check(quantised.call(draw.normal(3, inputs), weight), 3, same)
 
 
 def test_an_input_with_gaps_is_laid_side_by_side(same: Callable[..., None]) -> None:

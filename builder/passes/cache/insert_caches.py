@@ -140,7 +140,7 @@ def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
 
 def _slot_names(layers: list[FxNode], forms: dict[Any, _Form]) -> dict[FxNode, str]:
     """`layers.N` for what attends, and for what selects keys `indexers.N`, each numbered by itself."""
-    found = {}
+    found: dict[FxNode, str] = {}
     for prefix, is_index in (("layers", False), ("indexers", True)):
         nodes = [node for node in layers if forms[node.target].is_index == is_index]
         found |= {node: f"{prefix}.{number}" for number, node in enumerate(nodes)}

@@ -74,7 +74,8 @@ class _Weights:
     """The quantised weights of a graph: which are kept, as what, and why others are not."""
 
     def __init__(self, graph: Graph, scales: Dtype) -> None:
-        self._graph, self._scales = graph, scales
+        self._graph = graph
+        self._scales: Dtype = scales
         self._params = {param.name: param for param in graph.params if is_quantised(param.recipe)}
         self._bound = _bound(graph, self._params)
         self._reasons: dict[str, str] = {}
@@ -172,7 +173,7 @@ class _Weights:
         return msgspec.structs.replace(block, params=tuple(params), nodes=nodes)
 
     def _call(self, call: Call) -> Call:
-        args = {}
+        args: dict[str, str] = {}
         for formal, actual in call.args.items():
             found = self._at(call.block, formal)
             names = ["of"] if found is None else found[1].params

@@ -29,13 +29,13 @@ written."""
 
 
 class _Selection(NamedTuple):
-    """The query heads [1, T, H, D], the keys [1, T, D] and the weights [1, T, H] of a selection of `count` keys."""
+    """The query heads [1, T, H, D], the keys [1, T, D] and the weights [1, T, H] of a selection of `most` keys."""
 
     q: FxNode
     k: FxNode
     weights: FxNode
     scale: float
-    count: int
+    most: int
 
 
 @graph_pass(stage="match", version=1, requires=("assemble_copies", "normalise_linear", "normalise_views"))
@@ -71,7 +71,7 @@ def _select(ctx: PassContext, selected: FxNode, cu_seqlens: FxNode, user: FxNode
     with ctx.before(selected):
         return ctx.call(
             torch.ops.precast.select_keys.default, found.q, found.k, found.weights, cu_seqlens,
-            scale=found.scale, count=found.count,
+            scale=found.scale, count=found.most,
         )  # fmt: skip
 
 
@@ -79,11 +79,11 @@ def _selection(selected: FxNode) -> _Selection | None:
     found: dict[str, Any] | None = match(_SELECTED, selected)
     if found is None:
         return None
-    scale, count = float(found.get("scale", 1.0)), largest(tensor(selected).shape[2])
-    made = _Selection(found["q"], found["k"], found["weights"], scale, count)
+    scale, most = float(found.get("scale", 1.0)), largest(tensor(selected).shape[2])
+    made = _Selection(found["q"], found["k"], found["weights"], scale, most)
     q, k, weights = (tensor(node) for node in made[:3])
     fits = q.dim() == 4 and k.dim() == 3 and weights.dim() == 3 and q.dtype == k.dtype
-    return made if fits and weights.dtype == torch.float32 and made.count < 1 << 31 else None
+    return made if fits and weights.dtype == torch.float32 and made.most < 1 << 31 else None
 
 
 def _refusal(node: FxNode, what: str) -> BuildError:

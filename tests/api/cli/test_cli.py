@@ -134,6 +134,19 @@ def test_build_with_keys_and_values_of_8_bits(bundle: Path, tmp_path: Path, comm
     assert any(line.startswith("cache group full: 4 layers") and "float8_e4m3fn" in line for line in lines)
 
 
+@pytest.mark.parametrize(("options", "dtypes"), [((), {"float8_e4m3fn", "float32"}), (("--dequantise",), {"float32"})])
+def test_build_keeps_what_is_quantised(
+    options: tuple[str, ...], dtypes: set[str], tmp_path: Path, command: Command
+) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    entries = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    (tmp_path / "config.json").write_text(json.dumps(config | entries))
+
+    result = command("build", tmp_path, "-o", tmp_path / "b", *options, "--json")
+
+    assert set(json.loads(result.stdout)["weights_bytes"]) == dtypes
+
+
 def test_build_names_the_kv_dtypes_that_it_knows(tmp_path: Path, command: Command) -> None:
     result = command("build", MODEL, "-o", tmp_path / "b", "--kv-dtype", "fp8_e5m2", "--json")
 

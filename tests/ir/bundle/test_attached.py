@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,26 @@ def test_attaching_twice_is_attaching_once(tmp_path: Path) -> None:
 
     assert (bundle.path / "index.json").read_bytes() == before
     assert len(Bundle.open(bundle.path).attached) == 2
+
+
+def test_of_those_who_attach_at_once_none_is_lost(tmp_path: Path) -> None:
+    bundle = write_tiny(tmp_path / "x.bundle")
+    made = [signature(bundle, b'{"signed":%d}' % i) for i in range(12)]
+
+    def attached(each: Attached) -> None:
+        while True:
+            try:
+                attach(bundle.path, each)
+            except BuildError as error:
+                if error.code != "build-in-progress":
+                    raise
+            else:
+                return
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(attached, made))
+
+    assert {each.digest for each in made} <= {each.digest for each in Bundle.open(bundle.path).attached}
 
 
 def test_order_of_attaching_does_not_matter(tmp_path: Path) -> None:
