@@ -180,9 +180,9 @@ def _mxfp4(of: Sizes, scales: Sizes) -> Sizes:
 def _nvfp4(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     of, scales, whole = sizes["of"], sizes["scales"], sizes["global_scale"]
     fits = len(of) >= 2 and len(scales) == len(of) and _equal(of[:-1], scales[:-1])
-    if fits:
-        fits = symbols.equal(symbols.mul(of[-1], 2), symbols.mul(scales[-1], NVFP4_BLOCK))
-        fits = fits and any(_equal(whole, (*of[:-2], each, 1)) for each in (1, of[-2]))
+    values, scaled = (tuple(symbols.mul(e, n) for e in each[-1:]) for each, n in ((of, 2), (scales, NVFP4_BLOCK)))
+    fits = fits and _equal(values, scaled)
+    fits = fits and any(_equal(whole, (*of[:-2], each, 1)) for each in (1, *of[-2:-1]))
     found = f"values of {_text(of)}, scales of {_text(scales)}, a global scale of {_text(whole)}"
     expect(fits, f"{format}: {found} don't fit")
     return (*of[:-1], symbols.mul(scales[-1], NVFP4_BLOCK))

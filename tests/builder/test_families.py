@@ -32,6 +32,7 @@ NORM = {"aten.mean.dim", "aten.pow.Tensor_Scalar", "aten.to.dtype"}
 TURNED_PAIRS = {"aten.expand.default", "aten.neg.default", "aten.unsqueeze.default"}
 BESIDE = {
     "dbrx": {"aten.abs.default", "aten.clamp.default", "aten.sum.dim_IntList", "aten.to.dtype"},
+    "deepseek_v32": {"aten.squeeze.dim", "aten.to.dtype", "aten.unsqueeze.default"},
     "falcon_h1": STATES,
     "gemma3n_text": NORM | {
         "aten.clamp.default", "aten.expand.default", "aten.ge.Scalar", "aten.logical_not.default", "aten.lt.Scalar",
@@ -44,6 +45,7 @@ BESIDE = {
     "glm4": TURNED_PAIRS,
     "glm4_moe": {"aten.to.dtype"},
     "glm4_moe_lite": {"aten.to.dtype"},
+    "glm_moe_dsa": {"aten.squeeze.dim", "aten.to.dtype", "aten.unsqueeze.default"},
     "gpt_oss": TABLES,
     "granitemoehybrid": STATES,
     # each choice of a token is a row for an expert of its own, and a token's rows are added
