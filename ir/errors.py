@@ -112,7 +112,7 @@ CODES: dict[str, str] = {
     "cache-too-small": "the cache cannot hold what the engine options ask for",
     "tokenizer-missing": "text was given or asked for, and the bundle has no tokenizer",
     "engine-closed": "the engine is closed",
-    "choices-invalid": "a file, or what is attached to a bundle, is no table of measured choices",
+    "choices-invalid": "a file is no table of measured choices",
     "engine-busy": "a thread calls the engine while another one is inside it",
     "logits-not-finite": "the model gave logits that are NaN or all infinite",
     "input-mismatch": "inputs of a program are missing, unexpected, or of another shape or dtype",

@@ -1,11 +1,12 @@
 """Measured choices that are attached to a bundle: a table for each machine that the bundle was sealed on. No torch.
 
 They are data, and no part of the bundle's identity. A table counts on the machine that it was measured on alone: of the
-same GPU, driver and versions.
+same GPU, driver and versions. Whoever may attach can attach what is no table, so that counts for nothing.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from precast.ir.bundle import oci
@@ -22,17 +23,21 @@ def sealed(bundle: oci.Descriptor, table: Table) -> Attached:
 
 
 def sealed_tables(attached: Iterable[Attached]) -> dict[str, Table]:
-    """The tables among what is attached to a bundle, by the digest of their manifests.
-
-    Raises BundleError `choices-invalid` for one that is none.
-    """
-    return {extra.digest: _table(extra) for extra in attached if extra.artifact_type == oci.CHOICES}
+    """The tables among what is attached to a bundle, by the digest of their manifests. What should be one and can't be
+    read is passed over, and the log says so."""
+    found = {}
+    for extra in attached:
+        if extra.artifact_type == oci.CHOICES:
+            try:
+                found[extra.digest] = _table(extra)
+            except BundleError as error:
+                logging.getLogger("precast").info(
+                    "attached choices %s are passed over: %s", extra.digest, error.message
+                )
+    return found
 
 
 def _table(extra: Attached) -> Table:
     if [layer.media_type for layer in extra.layers] != [oci.CHOICES]:
-        raise BundleError("choices-invalid", f"attached choices {extra.digest}: expected one layer of {oci.CHOICES}")
-    try:
-        return decode_json(extra.layers[0].data, Table, "attached choices", MAX_TABLE_BYTES)
-    except BundleError as error:
-        raise BundleError("choices-invalid", error.message) from None
+        raise BundleError("choices-invalid", f"expected one layer of {oci.CHOICES}")
+    return decode_json(extra.layers[0].data, Table, "the table", MAX_TABLE_BYTES)

@@ -15,7 +15,6 @@ from recitation import Command
 from precast.ir.artifact import Bundle, write_bundle
 from precast.ir.bundle.attached import compose
 from precast.ir.bundle.trust import Admitted, MadeHere, folder_of_layers
-from precast.ir.errors import BundleError
 from precast.ir.native import NativeLayer
 from precast.kernels.measured import Machine, Measured, Table, write_table
 from precast.kernels.sealed import sealed_tables
@@ -53,13 +52,20 @@ def test_sealing_keeps_the_digest_and_can_be_repeated(copy: Path, tmp_path: Path
     assert {each["machine"]["driver"] for each in json.loads(last.stdout)["tables"]} == {"580.95", "590.10"}
 
 
-def test_a_seal_is_no_table_of_something_else(copy: Path) -> None:
-    bundle = Bundle.open(copy)
-    for layers in ([], [("application/json", b"{}")], [("application/vnd.precast.choices.v1+json", b"{}")]):
-        made = compose(bundle.descriptor, "application/vnd.precast.choices.v1+json", layers)
-        with pytest.raises(BundleError) as error:
-            sealed_tables([made])
-        assert error.value.code == "choices-invalid"
+def test_what_is_attached_as_a_table_and_is_none_counts_for_nothing(
+    copy: Path, tmp_path: Path, command: Command, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever may attach could end every load with it."""
+    caplog.set_level("INFO", "precast")
+    assert command("seal", copy, "--choices", table(tmp_path / "a")).exit_code == 0
+    bundle, kind = Bundle.open(copy), "application/vnd.precast.choices.v1+json"
+    for layers in ([], [("application/json", b"{}")], [(kind, b"{}")], [(kind, b"\xff")]):
+        odd = compose(bundle.descriptor, kind, layers)
+
+        found = sealed_tables([odd, *bundle.attached])
+
+        assert list(found.values()) == [Table(H200, (ROW,))]
+        assert f"{odd.digest} are passed over" in caplog.text
 
 
 def test_sealing_takes_a_table_only(copy: Path, tmp_path: Path, command: Command) -> None:
