@@ -107,11 +107,16 @@ class Store:
         return self.path / oci.blob_path(digest)
 
     def index(self, digest: str) -> bytes | None:
-        """The list of the bundle's manifests, or None where the store doesn't have the bundle."""
+        """The list of the bundle's manifests, or None where the store doesn't have the bundle.
+
+        Raises BundleError (`bundle-unreadable`): what can't be read is not missing, and must not be removed.
+        """
         try:
             return read_file(self._list_file(digest), limits.MAX_INDEX_BYTES)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def open(self, digest: str) -> Bundle:
         """The bundle of this digest, opened and checked like any other; `path` is the store's.
@@ -329,13 +334,19 @@ class Store:
     def _digests(self) -> list[str]:
         try:
             names = [file.stem for file in self._bundles.iterdir() if file.suffix == ".json"]
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise self._unreadable(error) from None
         return [f"{oci.ALGORITHM}:{name}" for name in sorted(names) if _HEX.fullmatch(name)]
 
+    def _unreadable(self, error: OSError) -> BundleError:
+        message, where = f"the store can't be read: {error.strerror or error}", str(error.filename or self.path)
+        return BundleError("bundle-unreadable", message, where=where, fix="name another place in PRECAST_STORE")
+
     def _list(self, digest: str) -> Index | None:
+        data = self.index(digest) or b""
         try:
-            data = self.index(digest) or b""
             return decode_foreign_json(data, Index, oci.INDEX_FILE, limits.MAX_INDEX_BYTES)
         except BundleError:
             return None

@@ -93,6 +93,22 @@ def test_gc_keeps_what_bundles_have(reference: str, tiny: Bundle, store: Store) 
     assert store.open(tiny.digest).attached == tiny.attached
 
 
+def test_gc_removes_nothing_where_a_list_can_t_be_read(reference: str, tiny: Bundle, store: Store) -> None:
+    """It would take the bundle's blobs for nobody's."""
+    pull(reference, store=store)
+    (file,) = (store.path / "bundles").iterdir()
+    moved = file.rename(file.with_suffix(".moved"))
+    file.symlink_to(file)  # what the system refuses to read, to root as well
+
+    for act in (store.collect, store.listing):
+        with pytest.raises(BundleError, match="the store can't be read") as error:
+            act()
+        assert (error.value.code, error.value.where) == ("bundle-unreadable", str(file))
+
+    moved.replace(file)
+    assert store.open(tiny.digest).digest == tiny.digest
+
+
 def test_gc_of_bundles_that_are_not_used(reference: str, registry: FakeRegistry, tiny: Bundle, store: Store) -> None:
     other = write_tiny(tiny.path.with_name("other.bundle"), num_layers=1)
     push(other.path, f"{registry.host}/org/tiny:other")
