@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # whoever runs the tests may have a trust policy of their own
+# What a shell starts in the background ignores it, and hands that on: tests that interrupt would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores; more threads than cores only wait for each other. Subprocesses inherit this.
     os.environ["OMP_NUM_THREADS"] = "1"
