@@ -44,13 +44,18 @@ def groups_dim(format: str) -> int:
     return -1 if format in PACKED else -2
 
 
+def arg_name(op: str, weight: str, part: str) -> str:
+    """What an op for stored weights calls a part, or the block, of the weight that is its argument `weight`."""
+    return weight if part == "of" else dict(_WEIGHTS[op])[weight] + part
+
+
 def _parts(node: Node, bound: Mapping[str, str]) -> dict[str, StoredPart]:
     format = node.args.get("format")
     if node.op not in _WEIGHTS or not isinstance(format, Const):
         return {}
     found: dict[str, StoredPart] = {}
-    for weight, prefix in _WEIGHTS[node.op]:
-        args = {"of": weight, **{part: prefix + part for part in _OTHERS}}
+    for weight, _ in _WEIGHTS[node.op]:
+        args = {part: arg_name(node.op, weight, part) for part in ("of", *_OTHERS)}
         names = {part: given.name for part, arg in args.items() if isinstance(given := node.args.get(arg), Ref)}
         actual = {part: bound.get(name, name) for part, name in names.items()}
         found |= {name: StoredPart(str(format.value), part, actual["scales"]) for part, name in actual.items()}

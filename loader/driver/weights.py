@@ -57,7 +57,7 @@ _CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 class Planned(NamedTuple):
     """How params are read from the files of a checkpoint: the plan, which of its targets are made on the host, and
-    which params are scales."""
+    what is looked at once they are there."""
 
     assembly: Assembly
     plan: Plan

@@ -28,6 +28,7 @@ from precast.ir.graph.schema import (
     Tie,
     Value,
 )
+from precast.ir.graph.stored_parts import arg_name
 from precast.ir.graph.symbols import free_symbols
 from precast.ir.ops import table
 from precast.ir.ops.checks import WORLD
@@ -219,9 +220,7 @@ def _definition(op: str) -> OpDef:
 
 def _arg_name(node: Node, arg: str, part: str) -> str:
     """What the form for stored weights calls a part of the argument."""
-    if part == "of":
-        return arg
-    return part if len(_WEIGHTS[node.op]) == 1 else f"{arg}_{part}"
+    return arg_name(_FORMS[node.op], arg, part)
 
 
 def _part_name(weight: str, part: str) -> str:
