@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from precast.ir.waits import LOOK_SECONDS
 from precast.registry.transport import Stopped, Transport
 
 T = TypeVar("T")
@@ -37,12 +38,15 @@ def each(items: Sequence[T], action: Callable[[T], R], transport: Transport, mos
                 done.put((index, None, error))
                 return
 
-    for _ in range(min(most, len(items))):
-        threading.Thread(target=work, name="precast-transfer", daemon=True).start()
     results: dict[int, R] = {}
     try:
+        for _ in range(min(most, len(items))):
+            threading.Thread(target=work, name="precast-transfer", daemon=True).start()
         while len(results) < len(items):
-            index, result, error = done.get()
+            try:
+                index, result, error = done.get(timeout=LOOK_SECONDS)
+            except queue.Empty:  # a moment in which Ctrl-C is noticed, whenever it came
+                continue
             if error is not None and not isinstance(error, Stopped):
                 raise error
             results[index] = result  # type: ignore[assignment]

@@ -17,6 +17,7 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import WeightsError, shown, some
+from precast.ir.waits import ended
 from precast.ir.weights.sources import Folder, Source, Stamp, as_folder, read_small
 from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_header
 
@@ -189,7 +190,7 @@ def _at_once(folder: Folder, look: Callable[[str], T], names: list[str]) -> Iter
     with ThreadPoolExecutor(folder.readers, thread_name_prefix="precast-headers") as pool:
         try:
             futures = [pool.submit(look, name) for name in names]
-            yield from (future.result() for future in futures)
+            yield from map(ended, futures)
         except BaseException:
             folder.stop()
             pool.shutdown(cancel_futures=True)

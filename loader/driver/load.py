@@ -17,6 +17,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.bundle.trust import Trust
 from precast.ir.graph.world import UNSHARDED
 from precast.ir.native import NativeLayer
+from precast.ir.waits import ended
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.use import GPU
 from precast.loader.collector import collector_held
@@ -62,7 +63,7 @@ def load_with_driver(
         libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
         libraries.submit(_open_libraries)
         libraries.shutdown(wait=False)
-        begun = context.result()
+        begun = ended(context)
         timeline.add("context", start=begun.start, seconds=begun.seconds)
         if layer is None:
             layer, phase.note = _native_layer(opened, begun.device, options, rules)
@@ -73,7 +74,7 @@ def load_with_driver(
             from precast.loader.driver.ready import capture_before, engine_of, runner_ready
 
             runner = runner_ready(options, timeline, opened, graph, layer, params.buffers, begun.device)
-            streamed.result()
+            ended(streamed)
         except BaseException:  # an interrupt too, which must not wait for all the bytes, or for a silent server
             folder.stop()
             raise

@@ -17,6 +17,7 @@ import msgspec
 from precast.ir.artifact import Bundle
 from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
+from precast.ir.waits import ended
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.collectives.launches import MACROS, Among
@@ -91,7 +92,7 @@ def load_rank(options: LoadOptions, timeline: Timeline, context: Future[Begun], 
         try:
             with device.use(), timeline.phase("launches"), collector_held():
                 kernels = kernels_of(model, device)
-            streamed.result()
+            ended(streamed)
         except BaseException:  # an interrupt too, which must not wait for a server that says nothing
             folder.stop()
             raise
@@ -135,7 +136,7 @@ def _prepared(
     if not opened.native:
         raise UnfitError("the bundle has no native layer", opened)
     files = CheckpointFiles.open(options.folder())
-    begun = context.result()
+    begun = ended(context)
     timeline.add("context", start=begun.start, seconds=begun.seconds)
     device = begun.device
     target = target_of(device, opened, options)._replace(tp=among.size)

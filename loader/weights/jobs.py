@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from precast.ir.waits import all_ended
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.sources import Source
 from precast.loader.weights.files import opened
@@ -55,9 +56,7 @@ def share(
         threads = min(max_threads, len(jobs))
         with ThreadPoolExecutor(threads, thread_name_prefix="precast-weights") as pool:
             try:
-                futures = [pool.submit(work) for _ in range(threads)]
-                ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                return sum(future.result() for future in ended)
+                return sum(all_ended([pool.submit(work) for _ in range(threads)]))
             except BaseException:  # an interrupt too, which must not wait for a server that says nothing
                 waiting.clear()
                 checkpoint.folder.stop()
