@@ -21,6 +21,7 @@ from types import FrameType
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _ENDING = threading.Lock()
 """Held by the one that ends the process, and says so."""
+_NO_SIGNAL = b"\0"
 _SHOW_CURSOR = "\x1b[?25h"
 """Progress bars hide it."""
 
@@ -56,7 +57,7 @@ def _heard_by_a_thread(numbers: Collection[int]) -> Iterator[None]:
 
     def hear() -> None:
         with open(reads, "rb", buffering=0) as pipe:
-            while heard := pipe.read(1):
+            while (heard := pipe.read(1)) != _NO_SIGNAL:
                 if heard[0] in numbers:
                     _end(heard[0], None)
 
@@ -67,8 +68,9 @@ def _heard_by_a_thread(numbers: Collection[int]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(writes)
+        os.write(writes, _NO_SIGNAL)  # a process that was forked meanwhile may hold the pipe open
         thread.join()
+        os.close(writes)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
