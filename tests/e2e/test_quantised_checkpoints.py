@@ -274,6 +274,45 @@ def test_logits_are_those_of_the_dequantised_model(case: str, made: Callable[[st
     assert torch.equal(found, logits(dense, stored))
 
 
+@pytest.mark.parametrize(("case", "are_joined"), [("GPTQ", True), ("GPTQ with act order", False)])
+def test_gptq_is_joined_where_its_groups_are_in_order(case: str, are_joined: bool, made: Callable[[str], Made]) -> None:
+    bundle = made(case).bundle
+
+    names = {param.name.split("layers.0.")[-1] for param in bundle.graph.params if "layers.0." in param.name}
+
+    assert ("self_attn.q_proj_k_proj_v_proj.weight" in names) == are_joined
+    assert ("self_attn.o_proj.weight.groups" in names) != are_joined
+    assert ("*.g_idx" in bundle.manifest.checkpoint.ignored) == are_joined
+
+
+@pytest.mark.parametrize("dequantise", [False, True], ids=["kept", "dequantised"])
+def test_groups_in_another_order_than_the_config_says_are_refused(
+    dequantise: bool, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """As stored with act order, and said to be without."""
+    stored = made("GPTQ").checkpoints.stored
+    bundle = precast.build(stored, tmp_path / "b", dtype="float32", dequantise=dequantise)
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.g_idx"
+    tensors[name][20], tensors[name][50] = tensors[name][50].item(), tensors[name][20].item()
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(WeightsError) as error:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20)
+
+    assert error.value.code == "weights-mismatch"
+    assert f"{name}: input 20 is of group 3, expected 1" in str(error.value)
+    assert "desc_act" in str(error.value)
+
+
+def test_groups_in_order_need_not_be_stored(made: Callable[[str], Made], tmp_path: Path) -> None:
+    (_, stored), bundle = made("GPTQ")
+    tensors = load_file(stored / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if "g_idx" not in name}, tmp_path / "model.safetensors")
+
+    assert torch.equal(logits(bundle, tmp_path), logits(bundle, stored))
+
+
 def apart(bundle: Bundle) -> tuple[str, ...]:
     """What to leave out so that a dequantised bundle multiplies the same matrices, and not several in one: the bits of
     a product depend on it."""
@@ -314,7 +353,9 @@ def test_stages_and_ranks_with_sequences_of_their_own(case: str, made: Callable[
     assert prove(bundle, stored, tp=2, dp=2, alone=alone).holds
 
 
-@pytest.mark.parametrize("case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ"])
+@pytest.mark.parametrize(
+    "case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ", "GPTQ"]
+)
 def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
 

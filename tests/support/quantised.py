@@ -51,7 +51,7 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
         groups = torch.arange(len(whole)) // (len(whole) // len(scales))
     else:
         whole, zeros = unpack(values.t(), IN_ORDER).t(), unpack(parts[2], IN_ORDER)
-        groups = parts[3]
+        groups = parts[3] if recipe.groups is not None else torch.arange(len(whole)) // (len(whole) // len(scales))
     rows = [
         (row - zeros[group] - recipe.zero_offset).float() * scales[group].float()
         for row, group in zip(whole, groups.tolist(), strict=True)
