@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import WeightsError, shown, some
+from precast.ir.graph.schema import Dtype
 from precast.ir.waits import ended
 from precast.ir.weights.sources import Folder, Source, Stamp, as_folder, read_small
 from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_header
@@ -24,6 +25,10 @@ from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_hea
 T = TypeVar("T")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+StoredDtype = Dtype | Literal["F8_E8M0"]
+"""The element types that weights are read from. F8_E8M0 (float8_e8m0fnu) are exponents, of scales: e stands for
+2 ^ (e - 127), and 255 for no number. All of them are float32's."""
+
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 _CONVERT = (
     "convert it once: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) "

@@ -18,10 +18,10 @@ from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
 from precast.ir.weights import group_order, quantised, scales
-from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor, at_once
+from precast.ir.weights.checkpoint import CheckpointFiles, StoredDtype, StoredTensor, at_once
 from precast.ir.weights.quantised import expect
 
-ANY_FLOAT: tuple[schema.Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
+ANY_FLOAT: tuple[StoredDtype, ...] = ("float64", "float32", "float16", "bfloat16", "F8_E8M0")
 """The stored dtypes that a `Read` without a dtype accepts."""
 
 _PARTS = quantised.PARTS

@@ -106,12 +106,17 @@ MODELOPT = {
         "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"],
     },
 }  # fmt: skip
+UE8M0 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "fmt": "e4m3"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 CASES = {
     "FP8 in blocks": Case(
         "llama", {"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("_scale_inv", (32, 32), blocks)
+    ),
+    "FP8 in blocks, scales in E8M0": Case(
+        "llama", UE8M0 | {"weight_block_size": [32, 32]},
+        lambda name, weight: quantised.float8_e8m0(name, weight, (32, 32)),
     ),
     "FP8 in blocks that no matrix ends with": Case(
         "llama", {"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("_scale_inv", (32, 32), blocks),
@@ -150,6 +155,10 @@ CASES = {
     ),
     "FP8 experts in blocks": Case(
         "qwen3_moe", {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8("_scale_inv", (16, 16), finer),
+    ),
+    "FP8 experts in blocks, scales in E8M0": Case(
+        "qwen3_moe", UE8M0 | {"weight_block_size": [16, 16]},
+        lambda name, weight: quantised.float8_e8m0(name, weight, (16, 16)),
     ),
     "compressed NVFP4 experts": Case(
         "qwen3_moe", compressed("nvfp4-pack-quantized", **NVFP4),
@@ -364,6 +373,12 @@ def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]
     ("case", "part", "value", "message"),
     [
         ("FP8 in blocks", "self_attn.q_proj.weight_scale_inv", torch.nan, "a scale that is no finite number"),
+        (
+            "FP8 in blocks, scales in E8M0",
+            "mlp.up_proj.weight_scale_inv",
+            torch.nan,
+            "a scale that is no finite number",
+        ),
         ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
         ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is no finite number"),
         ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),

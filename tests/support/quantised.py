@@ -167,6 +167,15 @@ def float8(name: str, weight: torch.Tensor, block: tuple[int, int] | None, suffi
     return {name: values, name + suffix: scales.reshape(tuple(scale))}, _fp8(values.float(), scales, block)
 
 
+def float8_e8m0(name: str, weight: torch.Tensor, block: tuple[int, int]) -> Stored:
+    """Float8 values, and for each block a power of two from 2^-8 to 2^-5."""
+    rows, columns = weight.shape[-2:]
+    exponents = torch.randint(119, 123, (*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1])))
+    values = (weight * 100).to(torch.float8_e4m3fn)
+    scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return {name: values, name + "_scale_inv": scales}, _fp8(values.float(), 2.0 ** (exponents - 127), block)
+
+
 def nvfp4(name: str, weight: torch.Tensor, *, divided: bool = False) -> Stored:
     """ModelOpt's tensors, or (`divided`) those of compressed-tensors, whose scale of the whole is the reciprocal."""
     rows, columns = weight.shape

@@ -391,7 +391,7 @@ def test_everything_is_reported_at_once() -> None:
         "  1 tensor of a wrong shape:",
         f"    {q}: expected [16, 16], found [3]",
         "  1 tensor of a wrong dtype:",
-        f"    {q}: expected float64 or float32 or float16 or bfloat16, found int8",
+        f"    {q}: expected float64 or float32 or float16 or bfloat16 or F8_E8M0, found int8",
         "  2 tensors unexpected:",
         "    extra.1: float32 [1] in model.safetensors",
         "    extra.2: float32 [1] in model.safetensors",
