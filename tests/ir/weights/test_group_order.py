@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from precast.ir.weights import group_order
+from precast.ir.errors import WeightsError
+from precast.ir.graph.schema import Graph, Param, Read, TensorType
+from precast.ir.manifest import Checkpoint
+from precast.ir.weights import group_order, recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.sources import LocalFolder
 from precast.ir.weights.tensorfile import encode
 
 
@@ -60,3 +64,24 @@ def test_what_are_no_groups(dtype: str, shape: tuple[int, ...], tmp_path: Path) 
     found = group_order.fault(CheckpointFiles.open(tmp_path), "g", 4)
 
     assert found == f"expected int32 [inputs], found {dtype} {list(shape)}"
+
+
+@pytest.mark.parametrize("readers", [None, 3])
+def test_of_what_no_recipe_reads_all_is_reported(readers: int | None, tmp_path: Path) -> None:
+    """`c.g_idx` is read: it may have any order."""
+    found = {"a.g_idx": (0, 0, 1, 1), "b.g_idx": (1, 1, 0, 0), "c.g_idx": (1, 1, 0, 0), "d.g_idx": (0, 1, 2, 3)}
+    data = {name: ("int32", (4,), struct.pack("<4i", *groups)) for name, groups in found.items()}
+    (tmp_path / "model.safetensors").write_bytes(encode(data))
+    folder = LocalFolder(tmp_path)
+    folder.readers = readers
+    graph = Graph((), (), (Param("c", TensorType("int32", (4,)), Read("c.g_idx", (4,), "int32")),), (), (), (), {})
+    rules = Checkpoint(ignored=("*.g_idx",), groups_in_order={"*.g_idx": 2})
+
+    with pytest.raises(WeightsError) as error:
+        recipes.check(graph, rules, CheckpointFiles.open(folder))
+
+    assert error.value.message.splitlines()[2:] == [
+        "    b.g_idx: input 0 is of group 1, expected 0",
+        "    d.g_idx: input 1 is of group 1, expected 0",
+    ]
+    assert "  2 tensors of groups in another order than the config's desc_act says" in error.value.message
