@@ -230,6 +230,32 @@ def test_gptq(order: bool, format: str, offset: int, tmp_path: Path) -> None:
     check(config_of("llama", attention_bias=True), entries, quantise, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("entries", "sizes"),
+    [
+        ({"desc_act": False, "group_size": 32}, {"*.g_idx": 32}),
+        ({"desc_act": False, "group_size": -1}, {"*.g_idx": 0}),
+        ({"desc_act": True, "group_size": 32}, {}),
+        ({"desc_act": None, "group_size": 32}, {}),
+        ({"group_size": 32}, {}),
+    ],
+)
+def test_groups_of_gptq_are_read_unless_the_config_says_that_they_are_in_order(
+    entries: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("llama"))
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    checkpoint = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4} | entries)
+
+    read = {leaf.tensor.rpartition(".")[2] for leaf in leaves(checkpoint.recipes([name])[name])}
+    rules = checkpoint.known_names()
+    assert read == {"qweight", "scales", "qzeros"} | (set() if sizes else {"g_idx"})
+    assert rules.groups_in_order == sizes
+    assert ("*.g_idx" in rules.ignored) == bool(sizes)
+
+
 def test_biases_of_zeros_that_autogptq_stores_are_ignored() -> None:
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config_of("qwen2"))
