@@ -135,6 +135,12 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rotated(*places: str) -> dict[str, Any]:
+    """The `transform_config` of rotations at these places."""
+    apply = [{"targets": ["Linear"], "location": place, "inverse": False} for place in places]
+    return {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("entries", "block", "shape"),
@@ -142,8 +148,9 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
         (compressed("tensor"), None, lambda _: (1,)),
         (compressed("channel"), (1, 1 << 20), lambda tensor: (tensor.shape[0], 1)),
         (compressed("block", block_structure=[32, 32]), (32, 32), blocks),
+        ({**compressed("tensor"), "transform_config": rotated("weight_output", "weight_input")}, None, lambda _: (1,)),
     ],
-    ids=["tensor", "channel", "block"],
+    ids=["tensor", "channel", "block", "rotated weights"],
 )
 def test_compressed_tensors(model_type: str, entries: dict[str, Any], block: Any, shape: Any, tmp_path: Path) -> None:
     """Names are those of the checkpoint, where each expert is a layer of its own."""
@@ -462,6 +469,9 @@ def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any])
             r"names of layers that are none of this model \(language_model.model.blocks.0.mlp\*\)",
         ),
         ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
+        ({**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": []}}}}, "transform_config = "),
+        ({**compressed("channel"), "transform_config": rotated("weight_input", "input")}, "transform_config = "),
+        ({**compressed("channel"), "transform_config": rotated("k_cache")}, "transform_config = "),
         ({"quant_method": "mxfp4"}, "model type llama"),
         ({"quant_method": "awq", "bits": 4, "group_size": 48}, "64 inputs in groups of 48"),
     ],

@@ -19,6 +19,7 @@ from writer import LONG, SHORT, write
 from examples import TINY_FILES, tiny_constants, tiny_graph, write_tiny
 from precast.ir.artifact import Bundle
 from precast.ir.bundle import oci
+from precast.ir.bundle.publish import check_place
 from precast.ir.errors import BuildError, BundleError
 
 SCRIPT = str(Path(__file__).parents[1] / "writer.py")
@@ -273,6 +274,35 @@ def test_another_build_is_in_progress(tmp_path: Path) -> None:
     assert other.returncode == 0
     assert Bundle.open(path).manifest.model.max_seq_len == LONG
     assert names(tmp_path) == ["x.bundle"]
+
+
+def test_a_bundle_that_is_replaced_while_it_is_looked_at_is_one(tmp_path: Path) -> None:
+    """What was opened first is on its way out, and half of it may be gone."""
+    path = tmp_path / "x.bundle"
+    write(path, SHORT)
+    looks = []
+
+    def may_replace(place: Path) -> bool:
+        looks.append(Bundle.open(place).manifest.model.max_seq_len)
+        if len(looks) == 1:
+            write(path, LONG)
+            return False
+        return True
+
+    check_place(path, may_replace)
+
+    assert looks == [SHORT, LONG]
+
+
+def test_a_bundle_that_is_removed_while_it_is_looked_at_is_in_nobody_s_way(tmp_path: Path) -> None:
+    path = tmp_path / "x.bundle"
+    write(path, SHORT)
+
+    def may_replace(place: Path) -> bool:
+        shutil.rmtree(place)
+        return False
+
+    check_place(path, may_replace)
 
 
 def test_lock_file_that_nobody_holds_is_no_lock(tmp_path: Path) -> None:
