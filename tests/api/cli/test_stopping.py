@@ -151,7 +151,7 @@ def test_a_signal_just_before_a_wait_ends_it(number: signal.Signals, word: str) 
 
 
 def test_handlers_are_what_they_were_afterwards() -> None:
-    before, threads = [signal.getsignal(number) for number in CODES], threading.enumerate()
+    before = [signal.getsignal(number) for number in CODES]
     descriptor = signal.set_wakeup_fd(-1)
 
     with ends_at_once():
@@ -159,7 +159,7 @@ def test_handlers_are_what_they_were_afterwards() -> None:
 
     assert [signal.getsignal(number) for number in CODES] == before
     assert signal.set_wakeup_fd(descriptor) == -1
-    assert threading.enumerate() == threads
+    assert "precast-signals" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:
