@@ -22,6 +22,8 @@ from precast.registry.push import push
 from precast.registry.store import Store, default_path
 
 SCRIPT = str(Path(__file__).with_name("transfers.py"))
+LONG = 300.0
+"""Seconds after which a test gives up on a process, or a thread."""
 
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -132,18 +134,18 @@ def test_gc_waits_for_a_pull(reference: str, tiny: Bundle, store: Store, registr
 
     def hold(handler: Any) -> bool:
         arrived.set()
-        go_on.wait(30)
+        go_on.wait(LONG)
         return False
 
     registry.misbehave("GET", tiny.layers[0].digest, hold, times=1)
     pulling = threading.Thread(target=pull, args=(reference,), kwargs={"store": store})
     pulling.start()
-    arrived.wait(30)
+    assert arrived.wait(LONG)
     collecting = threading.Thread(target=store.collect)
     collecting.start()
     go_on.set()
-    pulling.join(60)
-    collecting.join(60)
+    pulling.join(LONG)
+    collecting.join(LONG)
 
     assert store.open(tiny.digest).digest == tiny.digest
 
@@ -164,7 +166,7 @@ def test_gc_of_all_waits_until_a_pulled_bundle_is_written_out(
 
     monkeypatch.setattr(Store, "survey", begun_meanwhile)
     pull(reference, tmp_path / "out.bundle", store=store)
-    collecting.join(60)
+    collecting.join(LONG)
 
     assert Bundle.open(tmp_path / "out.bundle").digest == tiny.digest
     assert store.listing() == []
@@ -358,17 +360,20 @@ def interrupted(registry: FakeRegistry, request: tuple[str, str], *arguments: st
 
     def stall(handler: Any) -> bool:
         reached.set()
-        go_on.wait(60)
+        go_on.wait(LONG)
         return False
 
     registry.misbehave(*request, stall, times=1)
     what, *others = arguments
     command = [sys.executable, SCRIPT, what, registry.host, *others]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert reached.wait(60)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    go_on.set()
+        try:
+            assert reached.wait(LONG)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=LONG)
+        finally:
+            process.kill()
+            go_on.set()
     return process.returncode, said.strip()
 
 
