@@ -291,7 +291,7 @@ def _check_quantise(quantise: str | None, source: Source, disabled_passes: Colle
 
 def _check_activations(activations: str) -> None:
     if activations not in CHOICES:
-        message = f"activations is {activations!s}, expected {' or '.join(CHOICES)}"
+        message = f"activations={activations!r}: this is not known, expected {' or '.join(CHOICES)}"
         raise BuildError("option-invalid", message, fix="leave activations out, for what the config says")
 
 

@@ -107,7 +107,7 @@ def summary(bundle: Bundle) -> Report:
             or "none",
         ),
         ("weights", "; ".join(f"{size:,} bytes of {dtype}" for dtype, size in held.items()) or "none"),
-        *([("inputs", _rounded_text(rounded))] if rounded else []),
+        *([("inputs", rounded_text(rounded))] if rounded else []),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
@@ -167,9 +167,10 @@ def _activations(graph: Graph) -> dict[str, int]:
     return dict(Counter(str(each.value) if isinstance(each, Const) else "none" for each in given).most_common())
 
 
-def _rounded_text(rounded: Mapping[str, int]) -> str:
-    layers = (f"{kind} in {_counted(count, 'linear layer')}" for kind, count in rounded.items())
-    return f"rounded before products: {', '.join(layers)}"
+def rounded_text(rounded: Mapping[str, int]) -> str:
+    """The layers that `_activations` counts, in words."""
+    how = {kind: "as they are" if kind == "none" else f"rounded by {kind}" for kind in rounded}
+    return "; ".join(f"{how[kind]} in {_counted(count, 'linear layer')}" for kind, count in rounded.items())
 
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:

@@ -249,9 +249,10 @@ def test_inputs_stay_as_they_are_where_that_is_asked_for(
     assert relative_error(logits(bundle, checkpoints.stored), exact_logits(checkpoints)) < 1e-5
 
 
-@pytest.mark.parametrize("activations", ["all", "", "fp8"])
-def test_choices_that_are_not_known(activations: str, made: Callable[[str], Made], tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=f"activations is {activations}, expected published or none") as error:
+@pytest.mark.parametrize("activations", ["all", "", "fp8", None, 8])
+def test_choices_that_are_not_known(activations: Any, made: Callable[[str], Made], tmp_path: Path) -> None:
+    said = re.escape(f"activations={activations!r}: this is not known, expected published or none")
+    with pytest.raises(BuildError, match=said) as error:
         precast.build(made("ModelOpt").checkpoints.stored, tmp_path / "b", activations=activations)
 
     assert error.value.code == "option-invalid"
@@ -304,7 +305,8 @@ def test_hopper_has_kernels_that_round(case: str, tp: int, made: Callable[[str],
     graph = bound(bundle.graph, {"rank": tp - 1, "tp": tp, "ep": 1})
     types, statics = types_in(graph.blocks[0]), statics_in(graph.blocks[0])
 
-    for node in layers(msgspec.structs.replace(bundle, graph=graph)):
+    bounds = [node for node in graph.blocks[0].nodes if node.op == "aten.clamp.default"]
+    for node in [*layers(msgspec.structs.replace(bundle, graph=graph)), *bounds]:
         use = use_of(node, types, GPU.without_torch, statics)
         assert {case.choice.record.kind for case in cases(use)} == {"triton"}
 
@@ -371,7 +373,18 @@ def test_inspect_counts_the_layers_whose_inputs_are_rounded(made: Callable[[str]
     num_layers = made("FP8 in groups").bundle.manifest.model.num_layers
 
     assert report.fields["activations"] == {"fp8_group": 4 * num_layers}
-    assert re.search(rf"\ninputs +rounded before products: fp8_group in {4 * num_layers} linear layers\n", report.text)
+    assert re.search(rf"\ninputs +rounded by fp8_group in {4 * num_layers} linear layers\n", report.text)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "text"),
+    [
+        ({"none": 3}, "as they are in 3 linear layers"),
+        ({"fp8_token": 12, "none": 1}, "rounded by fp8_token in 12 linear layers; as they are in 1 linear layer"),
+    ],
+)
+def test_inspect_says_what_stays_as_it_is(rounded: dict[str, int], text: str) -> None:
+    assert show.rounded_text(rounded) == text
 
 
 def test_layers_whose_inputs_are_rounded_in_other_ways_have_blocks_of_their_own(tmp_path: Path) -> None:
@@ -380,7 +393,7 @@ def test_layers_whose_inputs_are_rounded_in_other_ways_have_blocks_of_their_own(
     entries = inputs("float-quantized", FP8 | {"strategy": "channel"}, **FP8, strategy="token", dynamic=True)
     whole = entries["config_groups"]["group_0"]
     entries["config_groups"] = {
-        "first": {"targets": ["re:.*layers\\.0\\."], "weights": whole["weights"]}, "rest": whole,
+        "one": {"targets": ["re:.*layers\\.1\\."], "weights": whole["weights"]}, "rest": whole,
     }  # fmt: skip
     config.quantization_config = entries
 
@@ -389,7 +402,8 @@ def test_layers_whose_inputs_are_rounded_in_other_ways_have_blocks_of_their_own(
     blocks = {block.name: block for block in bundle.graph.blocks}
     calls = [blocks[step.block] for step in bundle.graph.main if isinstance(step, Call)]
     found = [{format_arg(node) for node in call.nodes if node.op == "precast.quantised_linear"} for call in calls]
-    assert found == [{"none"}, *([{"fp8_token"}] * (len(calls) - 1))]
+    assert found == [{"fp8_token"}, {"none"}, {"fp8_token"}]
+    assert "dequantised" not in bundle.provenance
 
 
 def format_arg(node: Node) -> str:
