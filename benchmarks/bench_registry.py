@@ -15,12 +15,9 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,31 +69,18 @@ print(json.dumps({"states": states, **found}))
 def registry(folder: Path) -> Iterator[tuple[int, str]]:
     """The port of a registry, and which it is."""
     program = shutil.which("docker-registry", path=PATH)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     if program is None:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
         from fake_registry import FakeRegistry
 
         with FakeRegistry() as fake:
             yield fake.port, "the registry of the tests, in Python, in this process"
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = folder / "registry.yml"
-    config.write_text(
-        f"version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\n"
-        f'http: {{addr: "127.0.0.1:{port}"}}\n'
-    )
-    command = [program, "serve", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if "listening on" in line:
-                break
-        threading.Thread(target=server.stderr.read, daemon=True).start()
+    from real_registries import docker_registry
+
+    with docker_registry(program, folder) as host:
         version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.split()[-1]
-        yield port, f"docker-registry {version}"
-        server.send_signal(signal.SIGKILL)
+        yield int(host.rpartition(":")[2]), f"docker-registry {version}"
 
 
 def build(folder: Path) -> Path:

@@ -41,7 +41,9 @@ class Checkpoint(Wire, frozen=True):
     characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
     checkpoint holds either of them, or both with equal content. `unused` are patterns of tensors that belong to the
     model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a key
-    of `prefixes` may begin with its value instead.
+    of `prefixes` may begin with its value instead. `groups_in_order` are patterns of tensors, int32 `[inputs]`, that
+    say of which group each input is, and how many inputs a group has (0: all are one group). Where groups are of
+    neighbours, in order, no recipe reads them; a checkpoint in which they say something else is refused.
     """
 
     optional_prefixes: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class Checkpoint(Wire, frozen=True):
     tied: dict[str, str] = msgspec.field(default_factory=dict)
     unused: tuple[str, ...] = ()
     prefixes: dict[str, str] = msgspec.field(default_factory=dict)
+    groups_in_order: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 Scalar = bool | int | float | str | None

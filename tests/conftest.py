@@ -11,7 +11,7 @@ import signal
 import sys
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -24,8 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MKL_NUM_THREADS"] = "1"
 
-# The same examples in each run, and no deadline: a slow machine is not a failure.
-settings.register_profile("precast", derandomize=True, deadline=None)
+# The same examples in each run, and no deadline, nor a limit to how long they take to be drawn: a slow machine is not a
+# failure.
+settings.register_profile("precast", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("precast")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import selectors
 import shlex
 import signal
@@ -172,8 +173,8 @@ def start(participant: Participant, timeout: float) -> Start:
         if line is None:
             raise _failed(participant, ended)
         seconds = time.perf_counter() - began
-        if participant.until is None and not line.endswith("\n"):
-            line += (process.stdout.readline() if process.stdout else b"").decode(errors="replace")
+        if participant.until is None:
+            line = _whole(line, process, began + timeout)
         return Start(seconds, participant.phases(line))
     finally:
         _end(process)
@@ -204,7 +205,22 @@ def _first_output(process: subprocess.Popen[bytes], participant: Participant, un
                 elif found := next((line for line in text.splitlines() if participant.until.search(line)), None):
                     return found, ""
     said = seen[process.stderr].decode(errors="replace").strip().splitlines()
-    return None, f"it ended with {process.wait()}: {shown(' '.join(said[-3:]), 300) or 'it said nothing'}"
+    try:
+        code = process.wait(max(0.0, until - time.perf_counter()))
+    except subprocess.TimeoutExpired:  # it has closed what it says things on, and goes on
+        return None, "no output in time"
+    return None, f"it ended with {code}: {shown(' '.join(said[-3:]), 300) or 'it said nothing'}"
+
+
+def _whole(line: str, process: subprocess.Popen[bytes], until: float) -> str:
+    """The first line to its end, or what there is of it when it ends or the time is over."""
+    assert process.stdout is not None
+    while "\n" not in line and select.select([process.stdout], [], [], max(0.0, until - time.perf_counter()))[0]:
+        data = os.read(process.stdout.fileno(), 1 << 16)
+        if not data:
+            break
+        line += data.decode(errors="replace")
+    return line
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,9 @@
 
 A load keeps nothing that would have to be undone: no temporary file, no shared memory, no process that outlives it. So
 nothing is unwound, which may take seconds (threads that wait for a server, gigabytes to be freed one by one).
+
+Python handles a signal between two instructions of the main thread. One that comes in the moment before that thread
+begins to wait for a server would be handled when the wait is over. So a thread that does nothing else hears it as well.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_ENDING = threading.Lock()
+"""Held by the one that ends the process, and says so."""
+_NO_SIGNAL = b"\0"
 _SHOW_CURSOR = "\x1b[?25h"
 """Progress bars hide it."""
 
@@ -30,17 +36,46 @@ def ends_at_once(*, alone: bool = True) -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in _WORDS}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:
+    ours = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    with _heard_by_a_thread(ours) if alone else nullcontext():
+        for number in ours:
             signal.signal(number, _end if alone else _unwind)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _heard_by_a_thread(numbers: Collection[int]) -> Iterator[None]:
+    """While open, one of these signals ends the process whatever the main thread does: Python's own handler, which the
+    system calls at once, writes each to a pipe.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+
+    def hear() -> None:
+        with open(reads, "rb", buffering=0) as pipe:
+            while (heard := pipe.read(1)) != _NO_SIGNAL:
+                if heard[0] in numbers:
+                    _end(heard[0], None)
+
+    thread = threading.Thread(target=hear, name="precast-signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        os.write(writes, _NO_SIGNAL)  # a process that was forked meanwhile may hold the pipe open
+        thread.join()
+        os.close(writes)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    if not _ENDING.acquire(blocking=False):  # the other thread, or the signal before this one, is about to
+        return
     word = _WORDS[signal.Signals(number)]
     with suppress(OSError):  # nobody may be reading any more
         os.write(2, f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}\n{word}\n".encode())

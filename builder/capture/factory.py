@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from precast.builder.capture.experts import routed_experts
 from precast.builder.capture.mixtures import drop_unread_rows, has_unread_rows
@@ -55,11 +55,11 @@ def make_whole(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedM
     """
     if own_code(config) is not None:
         return None
-    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    whole: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     is_part = whole is not None and not isinstance(module, whole)
     if not is_part and not has_unread_rows(module):
         return None
-    factory = AutoModelForImageTextToText if is_part else AutoModelForCausalLM
+    factory = AutoModelForMultimodalLM if is_part else AutoModelForCausalLM
     with torch.device("meta"):
         try:
             return factory.from_config(unquantised(config))

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )  # fmt: skip
 
 from precast.builder.replaced import replaced
@@ -55,7 +55,7 @@ def from_config(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """A model of the class that `config` stands for (`model_class`), with the options of transformers' own
     `from_config`. Raises what transformers and the model's code raise."""
     factories = ((AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
-                 (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING))  # fmt: skip
+                 (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING))  # fmt: skip
     with _only_needed(config):
         if own_code(config) is None:
             for factory, mapping in factories:
@@ -124,7 +124,7 @@ def check_architectures(config: PreTrainedConfig, found: type[PreTrainedModel], 
 
 def _named() -> list[tuple[str, set[str]]]:
     """Types of models, each with the names of what transformers' factories have for it."""
-    both = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    both = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
     pairs = [pair for mapping in both for pair in mapping.items()]
     return [(model, set(map(_spelt, [names] if isinstance(names, str) else names))) for model, names in pairs]
 
@@ -135,7 +135,7 @@ def _spelt(name: Any) -> str:
 
 def known_classes(config_class: Any) -> tuple[type[PreTrainedModel], ...]:
     """What transformers' factories have for configs of this class, the default first; nothing for None."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
         if config_class in mapping:
             known: Any = mapping[config_class]
             return tuple(known) if isinstance(known, (list, tuple)) else (known,)

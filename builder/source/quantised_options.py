@@ -287,9 +287,18 @@ def _is_modelopt(layer: Mapping[str, Any]) -> bool:
     return known is not None and layer.get("group_size", known[1]) == known[1] and set(layer) <= _LAYER
 
 
+def _only_weights(value: Any) -> bool:
+    """No rotations, or those by which the weights were multiplied before they were stored: nothing is left of these."""
+    groups = value.get("config_groups") if isinstance(value, Mapping) else None
+    if not value or not isinstance(groups, Mapping):
+        return not value
+    applied = [each.get("apply") if isinstance(each, Mapping) else None for each in groups.values()]
+    places = [at.get("location") if isinstance(at, Mapping) else None for each in applied for at in each or [None]]
+    return bool(places) and set(places) <= {"weight_input", "weight_output"}
+
+
 _LAYER = {"quant_algo", "group_size"}
 _NO_SPARSITY: Check = lambda value: not value or value.get("format", "dense") == "dense"  # noqa: E731
-_EMPTY: Check = lambda value: not value  # noqa: E731
 _gemm: Check = lambda value: str(getattr(value, "value", value)).lower() == "gemm"  # noqa: E731
 
 _SAYS_NOTHING = frozenset(
@@ -317,7 +326,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
             "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
             "mxfp4-pack-quantized", "mixed-precision",
         ),
-        "sparsity_config": _NO_SPARSITY, "transform_config": _EMPTY,
+        "sparsity_config": _NO_SPARSITY, "transform_config": _only_weights,
     },
     "modelopt": {
         "quant_algo": _one_of(*_MODELOPT, "MIXED_PRECISION", None), "ignore": _names, "exclude_modules": _names,
@@ -332,6 +341,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "bits": _one_of(4), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),
         "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _only_skips,
         "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
+        "desc_act": _one_of(True, False, None),
     },
 }  # fmt: skip
 """The options of each method that say what is stored, and whether a value of theirs is known."""

@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import translate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +53,8 @@ class Scheme(NamedTuple):
     """How a checkpoint is quantised: `recipe` makes a weight's values, of those that `holds` says are quantised.
 
     `ignored` are patterns of tensors that only other ways of computing need. `scales` are what an attention layer calls
-    the scales of its cached keys and values, with `?` for k or v, the likeliest first. `rounding` says how the inputs
-    of a weight's layer are rounded.
+    the scales of its cached keys and values, with `?` for k or v, the likeliest first. `groups_in_order` is that of the
+    manifest's `Checkpoint`. `rounding` says how the inputs of a weight's layer are rounded.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Scheme(NamedTuple):
     recipe: Callable[[Weight], Recipe]
     ignored: tuple[str, ...]
     scales: tuple[str, ...] = ()
+    groups_in_order: Mapping[str, int] = MappingProxyType({})
     rounding: Callable[[Weight], Rounding] = lambda _: NONE
 
 
@@ -128,8 +130,9 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     ignored = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
     scales = (*_KV_SCALES, "kv_scale")
     return Scheme(
-        "fp8", _chosen(model, skipped), recipe, ignored, scales, lambda weight: of_fp8(options.entries, weight.stem)
-    )
+        "fp8", _chosen(model, skipped), recipe, ignored, scales,
+        rounding=lambda weight: of_fp8(options.entries, weight.stem),
+    )  # fmt: skip
 
 
 def _fbgemm_fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
@@ -214,7 +217,9 @@ def _compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
     def rounding(weight: Weight) -> Rounding:
         return of_compressed_tensors(group_of(weight).get("input_activations"), weight.stem)
 
-    return Scheme("compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored, scales, rounding)
+    return Scheme(
+        "compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored, scales, rounding=rounding
+    )
 
 
 def _compressed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
@@ -327,7 +332,7 @@ def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
     ignored = ("*.input_scale", "*.k_scale", "*.v_scale")
     return Scheme(
         "modelopt", lambda weight: algorithm(weight) is not None, recipe, ignored, _KV_SCALES,
-        lambda weight: of_modelopt(algorithm(weight), weight.stem),
+        rounding=lambda weight: of_modelopt(algorithm(weight), weight.stem),
     )  # fmt: skip
 
 
@@ -414,11 +419,15 @@ def _awq(model: PreTrainedModel, options: Quantised) -> Scheme:
 
 
 def _gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
+    """GPTQ, whose `g_idx` has the group of each input. Without act order (`desc_act`) groups are of neighbours: it is
+    read only where the last of them is a smaller one.
+    """
     format = options.get("checkpoint_format", options.get("format", "gptq"))
     kept = options.get("modules_in_block_to_quantize", None) or ()
     suffixes = [name for names in kept for name in ([names] if isinstance(names, str) else names)]
     skipped = [pattern.removeprefix("-:") for pattern in options.get("dynamic", None) or ()]
     chosen = _chosen(model, [] if options.get("lm_head", False) else None)
+    in_order, group_size = options.get("desc_act", None) is False, options.get("group_size", 128)
 
     def holds(weight: Weight) -> bool:
         # Layers are quantised, and what stands beside them is not.
@@ -431,11 +440,18 @@ def _gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
     def recipe(weight: Weight) -> Recipe:
         size, columns, zeros, scales = _grouped("gptq", weight, options)
         values = Read(weight.stem + ".qweight", (size // INT32, columns), "int32")
-        groups = Read(weight.stem + ".g_idx", (size,), "int32")
+        is_whole = in_order and size % max(1, group_size) == 0
+        groups = None if is_whole else Read(weight.stem + ".g_idx", (size,), "int32")
         offset = 1 if format == "gptq" else 0
         return Transpose(Dequantise(values, scales, "gptq", None, zeros, groups, offset), 0, 1)
 
-    return Scheme("gptq", holds, recipe, _zero_biases(model))
+    ignored = _zero_biases(model)
+    if not in_order:
+        return Scheme("gptq", holds, recipe, ignored)
+    return Scheme("gptq", holds, recipe, (*ignored, _G_IDX), groups_in_order={_G_IDX: max(0, group_size)})
+
+
+_G_IDX = "*.g_idx"
 
 
 def _zero_biases(model: PreTrainedModel) -> tuple[str, ...]:

@@ -13,12 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,32 +86,19 @@ def run(program: str, *arguments: str) -> str:
 @contextlib.contextmanager
 def registry(folder: Path) -> Iterator[str]:
     """The host and port of a registry on this machine."""
+    from fake_registry import FakeRegistry
+    from real_registries import docker_registry
+
     program = shutil.which("docker-registry", path=TOOLS)
     if program is None:
-        from fake_registry import FakeRegistry
-
         print("The registry is the one of the tests: docker-registry is not installed.")
         with FakeRegistry() as fake:
             yield fake.host
         return
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.split()[-1]
     print(f"The registry is docker-registry {version}.")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (folder / "registry.yml").write_text(
-        f"version: 0.1\nlog: {{level: info}}\nstorage: {{filesystem: {{rootdirectory: {folder / 'registry'}}}}}\n"
-        f'http: {{addr: "127.0.0.1:{port}"}}\n'
-    )
-    command = [program, "serve", str(folder / "registry.yml")]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        next((line for line in server.stderr if "listening on" in line), None)
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.send_signal(signal.SIGKILL)
+    with docker_registry(program, folder) as host:
+        yield host
 
 
 if __name__ == "__main__":

@@ -130,11 +130,28 @@ def _tidy(path: Path, building: Path, replaced: Path) -> None:
 
 
 def _may_write(path: Path, may_replace: Callable[[Path], bool]) -> bool:
-    if not os.path.lexists(path):
-        return True
-    if path.is_symlink() or not path.is_dir():
+    """Whether `path` may be written to; looked at again where another writer replaces it meanwhile."""
+    while True:
+        seen = _stamp(path)
+        found = seen is None or _is_ours(path, may_replace)
+        if found or _stamp(path) == seen:
+            return found
+
+
+def _is_ours(path: Path, may_replace: Callable[[Path], bool]) -> bool:
+    try:
+        return not path.is_symlink() and path.is_dir() and (not any(path.iterdir()) or may_replace(path))
+    except FileNotFoundError:  # it was removed since
         return False
-    return not any(path.iterdir()) or may_replace(path)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What is at `path`, in numbers that change when something else takes its place; None for nothing."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def _write(root: Path, files: Mapping[str, bytes | Path]) -> None:

@@ -217,7 +217,8 @@ class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
 
     `fp8`: `of [.., r, c]` times `scales [.., r / block[0], c / block[1]]`. `mxfp4`: `of [.., g, b]`, two values a byte,
     times two to the power of `scales [.., g]`. `awq` and `gptq`: int32 with eight values each, `[i, o / 8]` and
-    `[i / 8, o]`, minus `zeros`, times `scales [g, o]`; `groups [i]` (`gptq`) gives the row of `scales` of each input.
+    `[i / 8, o]`, minus `zeros`, times `scales [g, o]`; `groups [i]` (`gptq`) gives the row of `scales` of each input,
+    and without them groups are of neighbours, in order.
     `zero_offset` is added to what `zeros` holds, or is all that is subtracted. `nvfp4`: `of [.., r, c / 2]`, two values
     a byte, times `scales [.., r, c / 16]` and `global_scale [.., 1, 1]`, by which `nvfp4_divided` divides the scales.
     `packed4` and `packed8`: n = 8 or 4 values in each int32, `[o, i / n]`, `scales [o, g]`, `zeros [o / n, g]`. `int8`:

@@ -8,15 +8,16 @@ directory. The folder may be on a server, which is asked for these names and lis
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import WeightsError, shown, some
+from precast.ir.graph.schema import Dtype
 from precast.ir.waits import ended
 from precast.ir.weights.sources import Folder, Source, Stamp, as_folder, read_small
 from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_header
@@ -24,6 +25,10 @@ from precast.ir.weights.tensorfile import TensorEntry, TensorFileError, read_hea
 T = TypeVar("T")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+StoredDtype = Dtype | Literal["F8_E8M0"]
+"""The element types that weights are read from. F8_E8M0 (float8_e8m0fnu) are exponents, of scales: e stands for
+2 ^ (e - 127), and 255 for no number. All of them are float32's."""
+
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 _CONVERT = (
     "convert it once: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) "
@@ -74,7 +79,7 @@ class _Index(msgspec.Struct):
 def _opened(folder: Folder) -> CheckpointFiles:
     if folder.only is not None:
         return _collect(folder, [folder.only])
-    single, indexed = _at_once(folder, folder.has, [SINGLE, INDEX])
+    single, indexed = at_once(folder, folder.has, [SINGLE, INDEX])
     if single:
         return _collect(folder, [SINGLE])
     if indexed:
@@ -112,7 +117,7 @@ def _indexed(folder: Folder) -> CheckpointFiles:
         raise WeightsError("checkpoint-index", message, where=where)
     if len(shards) > limits.MAX_CHECKPOINT_FILES:
         raise _too_many(limits.MAX_CHECKPOINT_FILES, "files", folder.name)
-    there = _at_once(folder, folder.has, shards)
+    there = at_once(folder, folder.has, shards)
     missing = [name for name, found in zip(shards, there, strict=True) if not found]
     if missing:
         message = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(some(missing))}"
@@ -157,7 +162,7 @@ def _collect(folder: Folder, names: list[str]) -> CheckpointFiles:
         raise _too_many(limits.MAX_CHECKPOINT_FILES, "files", folder.name)
     found = CheckpointFiles(folder, {}, {})
     twice = []
-    headers = _at_once(folder, lambda name: _header_of(folder, name), names)
+    headers = at_once(folder, lambda name: _header_of(folder, name), names)
     for name, (header, stamp) in zip(names, headers, strict=True):
         found.stamps[name] = stamp
         for tensor, entry in header.items():
@@ -182,7 +187,7 @@ def _header_of(folder: Folder, name: str) -> tuple[dict[str, TensorEntry], Stamp
             raise WeightsError("checkpoint-header", str(error), where=source.name, fix=fix) from None
 
 
-def _at_once(folder: Folder, look: Callable[[str], T], names: list[str]) -> Iterator[T]:
+def at_once(folder: Folder, look: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:
     """What `look` gives for each name, in their order; a folder on a server is asked for several at once."""
     if folder.readers is None:
         yield from map(look, names)

@@ -35,16 +35,16 @@ _NEEDED = {
     "fp8": ("block",),
     "mxfp4": (),
     "awq": ("zeros",),
-    "gptq": ("zeros", "groups"),
+    "gptq": ("zeros",),
     "nvfp4": ("global_scale",),
     "nvfp4_divided": ("global_scale",),
     "packed4": (),
     "packed8": (),
     "int8": ("block",),
 }
-_OPTIONAL = {"packed4": ("zeros", "groups"), "packed8": ("zeros", "groups"), "int8": ("zeros",)}
-
-_OPTIONAL_IN_OPS = {**_OPTIONAL, "gptq": ("groups",)}
+_OPTIONAL = {
+    "gptq": ("groups",), "packed4": ("zeros", "groups"), "packed8": ("zeros", "groups"), "int8": ("zeros",),
+}  # fmt: skip
 
 Sizes = tuple[Expr, ...]
 
@@ -55,7 +55,7 @@ def shape(recipe: Dequantise, *parts: Sequence[Expr]) -> tuple[Expr, ...]:
     Raises RecipeError where parts don't fit each other.
     """
     names = [name for name in PARTS if getattr(recipe, name) is not None]
-    _expect_parts(recipe.format, names, recipe.block, recipe.zero_offset, _OPTIONAL)
+    _expect_parts(recipe.format, names, recipe.block, recipe.zero_offset)
     sizes = {name: _constant(recipe.format, part) for name, part in zip(names, parts, strict=True)}
     of, whole = sizes["of"], sizes.get("global_scale")
     matrices = of[0] if len(of) > (3 if recipe.format == "mxfp4" else 2) else 1
@@ -72,13 +72,13 @@ def shape_in_op(
 ) -> tuple[Expr, ...]:
     """The sizes of the values that an op reads from parts, named as in `PARTS`, for what stands in a `Dequantise`.
 
-    Sizes are expressions over the world's symbols here. Two parts may be another way than in a recipe: the
-    `global_scale` may have one value for each row, [.., R, 1], and without `groups` those of `gptq` are in order.
+    Sizes are expressions over the world's symbols here. One part may be another way than in a recipe: the
+    `global_scale` may have one value for each row, [.., R, 1].
 
     Raises RecipeError where parts don't fit each other.
     """
     expect(format in _NEEDED, f"format: expected one of {', '.join(_NEEDED)}, found {format!r}")
-    _expect_parts(format, sizes, block, zero_offset, _OPTIONAL_IN_OPS)
+    _expect_parts(format, sizes, block, zero_offset)
     return _shape(format, {name: tuple(size) for name, size in sizes.items()}, block)
 
 
@@ -107,14 +107,11 @@ def scales_dtypes(format: str) -> tuple[Dtype, ...]:
     return tuple(dtype for dtype in _SCALES.get(format, _ANY_FLOAT) if dtype is not None)
 
 
-def _expect_parts(
-    format: str, given: Iterable[str], block: Sequence[Expr] | None, zero_offset: int,
-    optional: Mapping[str, Sequence[str]],
-) -> None:  # fmt: skip
+def _expect_parts(format: str, given: Iterable[str], block: Sequence[Expr] | None, zero_offset: int) -> None:
     has = {"of", *given} | ({"block"} if block is not None else set())
     for name in ("scales", "block", "zeros", "groups", "global_scale"):
         wanted = name == "scales" or name in _NEEDED[format]
-        fits = (name in has) == wanted or name in optional.get(format, ())
+        fits = (name in has) == wanted or name in _OPTIONAL.get(format, ())
         expect(fits, f"{format}: {name} is {'missing' if wanted else 'not part of the format'}")
     has_zeros = "zeros" in has or format in PACKED
     expect(zero_offset == 0 or has_zeros, f"{format}: a zero_offset without zeros")

@@ -17,17 +17,17 @@ from precast.ir.errors import RecipeError, WeightsError, some
 from precast.ir.graph import schema, symbols
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
-from precast.ir.weights import quantised, scales
-from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
+from precast.ir.weights import group_order, quantised, scales
+from precast.ir.weights.checkpoint import CheckpointFiles, StoredDtype, StoredTensor, at_once
 from precast.ir.weights.quantised import expect
 
-ANY_FLOAT: tuple[schema.Dtype, ...] = ("float64", "float32", "float16", "bfloat16")
+ANY_FLOAT: tuple[StoredDtype, ...] = ("float64", "float32", "float16", "bfloat16", "F8_E8M0")
 """The stored dtypes that a `Read` without a dtype accepts."""
 
 _PARTS = quantised.PARTS
 """The fields that hold a recipe, in the order in which what they make is handed on."""
 
-Kind = Literal["missing", "shape", "dtype", "untied", "unexpected"]
+Kind = Literal["missing", "shape", "dtype", "untied", "order", "unexpected"]
 
 
 _TITLES: dict[Kind, str] = {
@@ -36,6 +36,7 @@ _TITLES: dict[Kind, str] = {
     "shape": "of a wrong shape",
     "dtype": "of a wrong dtype",
     "untied": "tied by the config and not equal",
+    "order": "of groups in another order than the config's desc_act says (if it is false, build with true)",
     "unexpected": "unexpected",
 }
 _COMPARED_BYTES = 1 << 24
@@ -330,8 +331,9 @@ def scale_tensor(recipe: schema.Scale, stored: Container[str], rules: Checkpoint
 
 def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
     """What keeps `files` from being loaded by the graph's recipes, up to `limits.MAX_PROBLEMS`: missing tensors, then
-    those of a wrong shape or dtype, in the order of the params, then tied ones that differ, and unexpected ones in the
-    order of the files. Empty: it fits. Only headers are read, but for tied tensors that are stored twice.
+    those of a wrong shape or dtype, in the order of the params, then tied ones that differ, groups that are not in
+    order, and unexpected ones, in the order of the files. Empty: it fits. Only headers are read, but for tied tensors
+    that are stored twice, and tensors of groups that no recipe reads.
     """
     expected: set[str] = set()
     found = list(itertools.islice(_read_problems(graph, rules, files, expected), limits.MAX_PROBLEMS))
@@ -342,7 +344,8 @@ def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> 
         expected.update(name for name in names if name is not None)
         if None not in names and not _equal(files, *(files.tensors[name] for name in names if name is not None)):
             found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
-    found += itertools.islice(_unexpected(rules, files, expected), limits.MAX_PROBLEMS)
+    for look in (_disordered, _unexpected):
+        found += itertools.islice(look(rules, files, expected), limits.MAX_PROBLEMS)
     return _sorted(found)
 
 
@@ -388,17 +391,39 @@ def _scale_problems(
             yield Problem("dtype", name, f"expected {' or '.join(ANY_FLOAT)}, found {stored.dtype}")
 
 
+def _disordered(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:
+    """The tensors of groups that nothing reads, because groups are in order, where they say something else."""
+    patterns = rules.groups_in_order
+    if not patterns:
+        return
+    sizes = {
+        name: size
+        for name in _others(files, expected, len(patterns))
+        for pattern, size in patterns.items()
+        if matches(pattern, name)
+    }
+    faults = at_once(files.folder, lambda name: group_order.fault(files, name, sizes[name]), list(sizes))
+    for name, fault in zip(sizes, faults, strict=True):
+        if fault:
+            yield Problem("order", name, fault)
+
+
 def _unexpected(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:
     """The tensors that nothing reads and no pattern passes over."""
     patterns = (*rules.ignored, *rules.unused)
-    others = [name for name in files.tensors if name not in expected]
-    if len(others) * len(patterns) > limits.MAX_MATCHES:
-        message = f"{len(others)} tensors that nothing reads, to be compared with {len(patterns)} patterns"
-        raise WeightsError("weights-mismatch", message, where=files.folder.name)
-    for name in others:
+    for name in _others(files, expected, len(patterns)):
         if not any(matches(pattern, name) for pattern in patterns):
             tensor = files.tensors[name]
             yield Problem("unexpected", name, f"{tensor.dtype} {_text(tensor.shape)} in {tensor.file}")
+
+
+def _others(files: CheckpointFiles, expected: set[str], num_patterns: int) -> list[str]:
+    """The tensors that nothing reads. Raises WeightsError where they are too many for so many patterns."""
+    others = [name for name in files.tensors if name not in expected]
+    if len(others) * num_patterns > limits.MAX_MATCHES:
+        message = f"{len(others)} tensors that nothing reads, to be compared with {num_patterns} patterns"
+        raise WeightsError("weights-mismatch", message, where=files.folder.name)
+    return others
 
 
 def _sorted(found: list[Problem]) -> list[Problem]:

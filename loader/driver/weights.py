@@ -24,7 +24,7 @@ from precast.ir.graph.schema import Dtype, Graph, Quantise, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.memory.strides import contiguous
 from precast.ir.weights import recipes, scales
-from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.checkpoint import CheckpointFiles, StoredDtype
 from precast.ir.weights.sources import Source
 from precast.ir.weights.tensorfile import element_bytes
 from precast.loader.device import Buffer, Event, aligned, host_bytes
@@ -49,10 +49,12 @@ longer to pin."""
 PARAM_ALIGNMENT = 256
 """Where params begin, in bytes."""
 
-_NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+_NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "F8_E8M0": "uint8"}
 """What holds the elements of types that numpy doesn't have."""
-_CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64"))
-"""Types that are converted here, from each to each."""
+_CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64", "F8_E8M0"))
+"""Types that are converted here, from each to each; nothing becomes F8_E8M0."""
+_POWERS = np.array([*(math.ldexp(1, exponent - 127) for exponent in range(255)), math.nan], np.float32)
+"""What each byte of F8_E8M0 stands for."""
 
 
 class Planned(NamedTuple):
@@ -403,7 +405,7 @@ def _copy(copy: Copy, staged: npt.NDArray[np.uint8], made: Made) -> None:
 
 
 def put(
-    flat: npt.NDArray[Any], view: View, dtype: Dtype, raw: npt.NDArray[np.uint8], destination: View, casts: Casts
+    flat: npt.NDArray[Any], view: View, dtype: StoredDtype, raw: npt.NDArray[np.uint8], destination: View, casts: Casts
 ) -> None:
     """Put the elements of `flat` that `view` describes, converted to each type of `casts` in turn, into a view of the
     target whose bytes are `raw`."""
@@ -413,14 +415,16 @@ def put(
     np.copyto(_strided(_seen(raw, dtype), destination), values)
 
 
-def converted(values: npt.NDArray[Any], dtype: Dtype, to: Dtype) -> npt.NDArray[Any]:
+def converted(values: npt.NDArray[Any], dtype: StoredDtype, to: Dtype) -> npt.NDArray[Any]:
     """Numbers of one floating type as those of another, rounded to the nearest, ties to even, as torch does.
 
-    bfloat16 is held in uint16: the upper half of the float32 that has the same value.
+    bfloat16 is held in uint16: the upper half of the float32 that has the same value; F8_E8M0 in uint8.
     """
     if dtype == to:
         return values
-    if dtype == "bfloat16":
+    if dtype == "F8_E8M0":
+        values = _POWERS[values]
+    elif dtype == "bfloat16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
     if to != "bfloat16":
         with np.errstate(all="ignore"):  # infinities and NaN stay what they are
@@ -432,7 +436,7 @@ def converted(values: npt.NDArray[Any], dtype: Dtype, to: Dtype) -> npt.NDArray[
     return np.where(is_nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def _seen(raw: npt.NDArray[np.uint8], dtype: Dtype) -> npt.NDArray[Any]:
+def _seen(raw: npt.NDArray[np.uint8], dtype: StoredDtype) -> npt.NDArray[Any]:
     """Bytes as elements of a type; those at the end that make no whole one are left out."""
     held = np.dtype(_NUMPY.get(dtype, dtype))
     return raw[: len(raw) // held.itemsize * held.itemsize].view(held)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from precast.ir.graph.schema import Dtype
-from precast.ir.weights.checkpoint import StoredTensor
+from precast.ir.weights.checkpoint import StoredDtype, StoredTensor
 from precast.loader.weights.parts import Casts, Part
 from precast.loader.weights.views import View
 
@@ -31,7 +30,7 @@ class Cut(NamedTuple):
     file: str
     start: int
     end: int
-    dtype: Dtype
+    dtype: StoredDtype
     itemsize: int
     dims: tuple[Dim, ...]
     target: int
@@ -47,7 +46,7 @@ class Cut(NamedTuple):
 def cuts_of(part: Part, stored: StoredTensor, job_bytes: int) -> Iterator[Cut]:
     """The part as cuts whose elements lie within `job_bytes` bytes of the file; its tensor is not empty."""
     itemsize = stored.nbytes // math.prod(stored.shape)
-    dtype = msgspec.convert(stored.dtype, Dtype)
+    dtype = msgspec.convert(stored.dtype, StoredDtype)
     dims = _merged(part.source, part.destination)
     for inner, source, destination in _split(dims, part.source.offset, part.destination.offset, job_bytes // itemsize):
         start = stored.offset + source * itemsize

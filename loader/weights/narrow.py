@@ -172,16 +172,23 @@ def _awq(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns
 
 
 def _gptq(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, columns: _Extent) -> _Cut:
-    """Any row may have any scale: those of all rows are kept."""
-    rows, columns = rows.whole(_PACKED), columns.whole(_PACKED)
-    of = _sliced(_sliced(recipe.of, shapes["of"], 0, rows.over(_PACKED)), shapes["of"], 1, columns)
+    """With `groups`, any row may have any scale: those of all rows are kept."""
+    count, inputs, kept = shapes["scales"][0], shapes["of"][0] * _PACKED, _Extent(0, shapes["scales"][0])
+    columns = columns.whole(_PACKED)
+    if recipe.groups is None and count > 1:
+        size = inputs // count
+        rows = rows.whole(math.lcm(_PACKED, size)).within(inputs)
+        kept = rows.over(size)
+    else:
+        rows = rows.whole(_PACKED)
     assert recipe.zeros is not None
-    assert recipe.groups is not None
+    scales = _sliced(recipe.scales, shapes["scales"], 0, kept)
+    zeros = _sliced(recipe.zeros, shapes["zeros"], 0, kept)
     changes = {
-        "of": of,
-        "scales": _sliced(recipe.scales, shapes["scales"], 1, columns),
-        "zeros": _sliced(recipe.zeros, shapes["zeros"], 1, columns.over(_PACKED)),
-        "groups": _sliced(recipe.groups, shapes["groups"], 0, rows),
+        "of": _sliced(_sliced(recipe.of, shapes["of"], 0, rows.over(_PACKED)), shapes["of"], 1, columns),
+        "scales": _sliced(scales, shapes["scales"], 1, columns),
+        "zeros": _sliced(zeros, shapes["zeros"], 1, columns.over(_PACKED)),
+        "groups": None if recipe.groups is None else _sliced(recipe.groups, shapes["groups"], 0, rows),
     }
     return msgspec.structs.replace(recipe, **changes), rows, columns
 

@@ -17,8 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from precast.ir.graph.schema import Dtype
-from precast.ir.weights.checkpoint import StoredTensor
+from precast.ir.weights.checkpoint import StoredDtype, StoredTensor
 from precast.loader.device import aligned
 from precast.loader.weights.cuts import Cut, cuts_of
 from precast.loader.weights.parts import Assembly, Casts, Move, Target
@@ -76,7 +75,7 @@ class Ranges(msgspec.Struct, frozen=True):
 class Copy(msgspec.Struct, frozen=True):
     """Elements of type `dtype` for elements of a target; `source` views the job's buffer from byte `offset` on."""
 
-    dtype: Dtype
+    dtype: StoredDtype
     offset: int
     source: View
     target: int

@@ -213,7 +213,7 @@ def _run_on_device(job: Job, source: Source, buffer: _Pinned, memory: Sequence[t
 
 def apply_copy(copy: Copy, buffer: torch.Tensor, memory: Sequence[torch.Tensor]) -> None:
     """Make one copy from a job's buffer, uint8, to the bytes of its target."""
-    stored = buffer.view(dtypes.BY_NAME[copy.dtype])
+    stored = buffer.view(torch.float8_e8m0fnu if copy.dtype == "F8_E8M0" else dtypes.BY_NAME[copy.dtype])
     first = copy.offset // stored.element_size()
     source = strided(stored, copy.source._replace(offset=first + copy.source.offset))
     copy_converted(source, memory[copy.target], copy.destination, copy.casts)

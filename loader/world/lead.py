@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from precast.ir import waits
 from precast.ir.errors import PrecastError, TargetError
 from precast.loader.world import ring as rings
 from precast.loader.world.channel import Channel
@@ -75,9 +76,8 @@ class Lead:
         said = [msgspec.msgpack.encode(value)]
         with self._news:
             for rank in self._channels:
-                while not self._here[rank] and self._failure is None:
-                    if not self._news.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                        break
+                while not self._here[rank] and self._failure is None and (left := deadline - time.monotonic()) > 0:
+                    self._news.wait(min(left, waits.LOOK_SECONDS))
                 if self._failure is not None:
                     raise self._failure.error()
                 if not self._here[rank]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import families
@@ -84,7 +85,8 @@ class Builder:
         if seen == stage:
             assert self.server.stdout is not None
             select.select([self.server.stdout], [], [], seconds)
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it was through, and the server has seen that already
+                os.kill(pid, signal.SIGKILL)
         while seen != "gone":
             seen = self.next()
 

@@ -16,7 +16,13 @@ import pytest
 from click.testing import CliRunner
 from pass_by_pass import Comparison
 from reference import hf_greedy, hf_logits, is_greedy, relative_error
-from transformers import Llama4Config, Llama4ForConditionalGeneration
+from transformers import (
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    LlamaConfig,
+    VoxtralConfig,
+    VoxtralForConditionalGeneration,
+)
 
 import precast
 from precast.check.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
@@ -103,6 +109,24 @@ def test_text_decoder_of_a_multimodal_directory(tmp_path: Path) -> None:
     assert (bundle.manifest.model.architecture, bundle.manifest.model.model_type) == ("Llama4ForCausalLM", "llama4")
     groups = {group.name: group.spec.chunk for group in bundle.graph.caches.groups}
     assert groups == {"chunk6": 6, "full": None}
+    answers = compare_logits_and_answer(model, tmp_path)
+    assert all(is_greedy(model, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True))
+
+
+def test_text_decoder_of_a_model_that_hears(tmp_path: Path) -> None:
+    audio = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    text = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    config = VoxtralConfig(audio_config=audio, text_config=text, projector_hidden_act="gelu")
+    assert isinstance(config.text_config, LlamaConfig)
+    model = VoxtralForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "ckpt")
+
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
+
+    assert bundle.manifest.model.model_type == "voxtral"
     answers = compare_logits_and_answer(model, tmp_path)
     assert all(is_greedy(model, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True))
 

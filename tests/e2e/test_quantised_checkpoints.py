@@ -53,12 +53,17 @@ MODELOPT = {
         "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"],
     },
 }  # fmt: skip
+UE8M0 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "fmt": "e4m3"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 CASES = {
     "FP8 in blocks": Case(
         "llama", {"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("_scale_inv", (32, 32), blocks)
+    ),
+    "FP8 in blocks, scales in E8M0": Case(
+        "llama", UE8M0 | {"weight_block_size": [32, 32]},
+        lambda name, weight: quantised.float8_e8m0(name, weight, (32, 32)),
     ),
     "FP8 in blocks that no matrix ends with": Case(
         "llama", {"quant_method": "fp8", "weight_block_size": [32, 32]}, float8("_scale_inv", (32, 32), blocks),
@@ -97,6 +102,10 @@ CASES = {
     ),
     "FP8 experts in blocks": Case(
         "qwen3_moe", {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8("_scale_inv", (16, 16), finer),
+    ),
+    "FP8 experts in blocks, scales in E8M0": Case(
+        "qwen3_moe", UE8M0 | {"weight_block_size": [16, 16]},
+        lambda name, weight: quantised.float8_e8m0(name, weight, (16, 16)),
     ),
     "compressed NVFP4 experts": Case(
         "qwen3_moe", compressed("nvfp4-pack-quantized", **NVFP4),
@@ -188,6 +197,45 @@ def test_logits_are_those_of_the_dequantised_model(case: str, made: Callable[[st
     assert torch.equal(found, logits(dense, stored))
 
 
+@pytest.mark.parametrize(("case", "are_joined"), [("GPTQ", True), ("GPTQ with act order", False)])
+def test_gptq_is_joined_where_its_groups_are_in_order(case: str, are_joined: bool, made: Callable[[str], Made]) -> None:
+    bundle = made(case).bundle
+
+    names = {param.name.split("layers.0.")[-1] for param in bundle.graph.params if "layers.0." in param.name}
+
+    assert ("self_attn.q_proj_k_proj_v_proj.weight" in names) == are_joined
+    assert ("self_attn.o_proj.weight.groups" in names) != are_joined
+    assert ("*.g_idx" in bundle.manifest.checkpoint.ignored) == are_joined
+
+
+@pytest.mark.parametrize("dequantise", [False, True], ids=["kept", "dequantised"])
+def test_groups_in_another_order_than_the_config_says_are_refused(
+    dequantise: bool, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """As stored with act order, and said to be without."""
+    stored = made("GPTQ").checkpoints.stored
+    bundle = precast.build(stored, tmp_path / "b", dtype="float32", dequantise=dequantise)
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.g_idx"
+    tensors[name][20], tensors[name][50] = tensors[name][50].item(), tensors[name][20].item()
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(WeightsError) as error:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20)
+
+    assert error.value.code == "weights-mismatch"
+    assert f"{name}: input 20 is of group 3, expected 1" in str(error.value)
+    assert "desc_act" in str(error.value)
+
+
+def test_groups_in_order_need_not_be_stored(made: Callable[[str], Made], tmp_path: Path) -> None:
+    (_, stored), bundle = made("GPTQ")
+    tensors = load_file(stored / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if "g_idx" not in name}, tmp_path / "model.safetensors")
+
+    assert torch.equal(logits(bundle, tmp_path), logits(bundle, stored))
+
+
 def apart(bundle: Bundle) -> tuple[str, ...]:
     """What to leave out so that a dequantised bundle multiplies the same matrices, and not several in one: the bits of
     a product depend on it."""
@@ -228,7 +276,9 @@ def test_stages_and_ranks_with_sequences_of_their_own(case: str, made: Callable[
     assert prove(bundle, stored, tp=2, dp=2, alone=alone).holds
 
 
-@pytest.mark.parametrize("case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ"])
+@pytest.mark.parametrize(
+    "case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ", "GPTQ"]
+)
 def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
 
@@ -237,6 +287,12 @@ def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]
     ("case", "part", "value", "message"),
     [
         ("FP8 in blocks", "self_attn.q_proj.weight_scale_inv", torch.nan, "a scale that is no finite number"),
+        (
+            "FP8 in blocks, scales in E8M0",
+            "mlp.up_proj.weight_scale_inv",
+            torch.nan,
+            "a scale that is no finite number",
+        ),
         ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
         ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is no finite number"),
         ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),

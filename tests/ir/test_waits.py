@@ -48,7 +48,7 @@ def test_an_interrupt_just_before_a_wait_ends_it(monkeypatch: pytest.MonkeyPatch
         signal.raise_signal(signal.SIGINT)  # in this thread
 
     monkeypatch.setattr(waits, "wait", wait)
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
 
     with pytest.raises(KeyboardInterrupt):
         waits.ended(Future())

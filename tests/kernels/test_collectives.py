@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -171,6 +174,54 @@ def test_stages_that_wait_for_ever_or_send_to_nobody_are_told_so(case: str) -> N
     run, message = STRAY[case]
     with pytest.raises(RuntimeError, match=message):
         run_stages(2, 1, lambda groups: run(groups["pp"]))
+
+
+def test_ranks_that_all_wait_for_each_other_are_told_so() -> None:
+    def receives(groups: Mapping[str, Group]) -> None:
+        receive([1], dtype=torch.float32, group=groups["pp"], source=1 - groups["pp"].rank)
+
+    def receives_or_adds_up(groups: Mapping[str, Group]) -> None:
+        if groups["tp"].rank:
+            receives(groups)
+        elif not groups["pp"].rank:
+            all_reduce(torch.ones(3), group=groups["tp"])
+
+    with pytest.raises(RuntimeError, match="all ranks wait for each other: rank 0 in receive, rank 1 in receive"):
+        run_stages(2, 1, receives)
+    others = r"rank 0 in all_reduce torch.float32 \[3\], rank 1 in receive, rank 2 in the end, rank 3 in receive"
+    with pytest.raises(RuntimeError, match=f"all ranks wait for each other: {others}"):
+        run_stages(2, 2, receives_or_adds_up)
+
+
+def test_an_interrupt_ends_the_wait_for_ranks_whenever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that another thread takes doesn't wake the main one: as if it had come just before its wait."""
+    waits, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    join = threading.Thread.join
+
+    def joining(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.set()
+        join(thread, timeout)
+
+    def run(group: Group) -> None:
+        if group.rank:
+            waits.wait()
+            signal.raise_signal(signal.SIGINT)
+            go_on.wait()
+            return
+        try:
+            all_reduce(torch.ones(3), group=group)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(threading.Thread, "join", joining)
+    gc.disable()  # Python drops an interrupt that comes while an object is finalized
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(2, run)
+        assert ended.wait(60), "a rank waits for others still"
+    finally:
+        gc.enable()
+        go_on.set()
 
 
 def test_a_stage_that_fails_ends_those_that_wait_for_it() -> None:

@@ -66,7 +66,19 @@ def results_of(file: str, interpret: str, *options: str) -> subprocess.Completed
     # It is nobody's worker.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(path)],
+        # One that hangs is ended there, and says where, before this one is.
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "faulthandler_timeout=600",
+            *options,
+            str(path),
+        ],
         cwd=path.parents[2],
         env=inherited | {"TRITON_INTERPRET": interpret, "PYTHONSAFEPATH": "1"},
         capture_output=True,

@@ -21,6 +21,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import hopper as _hopper  # noqa: F401 - replaced below
 
+from precast.ir.waits import LOOK_SECONDS
+
 FUNCTIONS = (
     "cdiv", "load", "store", "where", "maximum", "minimum", "max", "min", "sum", "exp", "exp2", "abs", "program_id",
     "num_programs", "reshape",
@@ -188,15 +190,20 @@ def warp_specialize(functions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any
         function, args = functions[i]
         turns.run(i, lambda: function(*args))
 
-    threads = [threading.Thread(target=role, args=(i,)) for i in range(len(functions))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    _turns.pop()
-    assert not any(_products.values()), "products that nobody waited for"
-    if turns.errors:
-        raise turns.errors[0]
+    # Daemons: those that began wait for ever where not all could be started.
+    threads = [threading.Thread(target=role, args=(i,), daemon=True) for i in range(len(functions))]
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            while each.is_alive():
+                each.join(LOOK_SECONDS)
+        if turns.errors:
+            raise turns.errors[0]
+        assert not any(_products.values()), "products that nobody waited for"
+    finally:
+        _turns.pop()
+        _products.clear()
 
 
 def init(barrier: Memory, count: int) -> None:

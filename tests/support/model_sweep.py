@@ -257,7 +257,7 @@ def _finished(running: dict[Connection, tuple[str, BaseProcess, float]]) -> Iter
                 process.join()
                 row = _red(Row(name, _architecture(name), "red"), f"the process ended with code {process.exitcode}")
         elif time.monotonic() >= limit:
-            process.terminate()
+            process.kill()
             row = Row(name, _architecture(name), "red", reason=f"took more than {SECONDS:.0f} s")
         else:
             continue

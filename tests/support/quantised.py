@@ -51,7 +51,7 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
         groups = torch.arange(len(whole)) // (len(whole) // len(scales))
     else:
         whole, zeros = unpack(values.t(), IN_ORDER).t(), unpack(parts[2], IN_ORDER)
-        groups = parts[3]
+        groups = parts[3] if recipe.groups is not None else torch.arange(len(whole)) // (len(whole) // len(scales))
     rows = [
         (row - zeros[group] - recipe.zero_offset).float() * scales[group].float()
         for row, group in zip(whole, groups.tolist(), strict=True)
@@ -165,6 +165,15 @@ def float8(name: str, weight: torch.Tensor, block: tuple[int, int] | None, suffi
     scales = torch.rand(*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1])) + 0.5
     values = (weight * 100).to(torch.float8_e4m3fn)
     return {name: values, name + suffix: scales.reshape(tuple(scale))}, _fp8(values.float(), scales, block)
+
+
+def float8_e8m0(name: str, weight: torch.Tensor, block: tuple[int, int]) -> Stored:
+    """Float8 values, and for each block a power of two from 2^-8 to 2^-5."""
+    rows, columns = weight.shape[-2:]
+    exponents = torch.randint(119, 123, (*weight.shape[:-2], -(-rows // block[0]), -(-columns // block[1])))
+    values = (weight * 100).to(torch.float8_e4m3fn)
+    scales = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return {name: values, name + "_scale_inv": scales}, _fp8(values.float(), 2.0 ** (exponents - 127), block)
 
 
 def nvfp4(name: str, weight: torch.Tensor, *, divided: bool = False) -> Stored:

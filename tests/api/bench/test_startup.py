@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import select
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from recitation import MODEL, Command
 
-from precast.bench import floor, page_cache
+from precast.bench import floor, page_cache, startup
 from precast.bench.startup import Participant, device_of, start, tensor_files
 from precast.ir.errors import PrecastError, TargetError
 
+LONG = 300.0
+"""Seconds after which a test gives up on a process."""
 PHASES = ["import", "context", "bundle", "weights", "pools", "first token"]
 
 
@@ -70,13 +74,32 @@ def test_time_ends_with_the_first_output() -> None:
     """The command goes on for ever; a line on standard error counts only if it is the one that is waited for."""
     code = "import sys; sys.stderr.write('no\\n'); print({!r}, flush=True); input(); open(0).read()"
 
-    start(participant(code.format("yes")), 60.0)
-    start(participant("import sys, signal; sys.stderr.write('a\\nready now\\n'); signal.pause()", "^ready"), 60.0)
+    start(participant(code.format("yes")), LONG)
+    start(participant("import sys, signal; sys.stderr.write('a\\nready now\\n'); signal.pause()", "^ready"), LONG)
+
+
+def test_an_output_that_is_no_whole_line_is_one() -> None:
+    """The rest of the line is waited for as long as for its begin."""
+    lines: list[str] = []
+
+    def phases(line: str) -> dict[str, float]:
+        lines.append(line)
+        return {}
+
+    for rest in ("print('s', flush=True); signal.pause()", "sys.exit()"):
+        code = f"import sys, signal; print('ye', end='', flush=True); {rest}"
+        start(participant(code)._replace(phases=phases), LONG)
+    pause = [sys.executable, "-c", "import signal; signal.pause()"]
+    with subprocess.Popen(pause, stdout=subprocess.PIPE) as process:
+        lines.append(startup._whole("ye", process, until=time.perf_counter()))
+        process.kill()
+
+    assert lines == ["yes\n", "ye", "ye"]
 
 
 def test_another_line_than_the_one_that_is_waited_for_is_no_output() -> None:
     with pytest.raises(PrecastError, match="it ended with 3: not yet"):
-        start(participant("import sys; print('not yet', file=sys.stderr); raise SystemExit(3)", "^ready"), 60.0)
+        start(participant("import sys; print('not yet', file=sys.stderr); raise SystemExit(3)", "^ready"), LONG)
 
 
 def test_what_it_started_ends_too(tmp_path: Path) -> None:
@@ -92,25 +115,26 @@ child.wait()
 """
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        start(participant(code), 60.0)
+        start(participant(code), LONG)
 
-        assert select.select([reader], [], [], 60.0)[0] == [reader]
+        assert select.select([reader], [], [], LONG)[0] == [reader]
     finally:
         os.close(reader)
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "seconds", "message"),
     [
-        ("raise SystemExit('no such model')", "it ended with 1: no such model"),
-        ("pass", "it ended with 0: it said nothing"),
-        ("import signal; signal.pause()", "no output in time"),
-        ("import sys; sys.stderr.write('no\\n'); raise SystemExit(3)", "it ended with 3: no"),
+        ("raise SystemExit('no such model')", LONG, "it ended with 1: no such model"),
+        ("pass", LONG, "it ended with 0: it said nothing"),
+        ("import signal; signal.pause()", 0.5, "no output in time"),
+        ("import os, signal; os.close(1); os.close(2); signal.pause()", 2.0, "no output in time"),
+        ("import sys; sys.stderr.write('no\\n'); raise SystemExit(3)", LONG, "it ended with 3: no"),
     ],
 )
-def test_commands_without_output(code: str, message: str) -> None:
+def test_commands_without_output(code: str, seconds: float, message: str) -> None:
     with pytest.raises(PrecastError) as caught:
-        start(participant(code), 5.0)
+        start(participant(code), seconds)
 
     assert (caught.value.code, caught.value.message) == ("command-failed", f"other was to be started: {message}")
 
@@ -164,7 +188,7 @@ def test_the_floor_runs_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(os.urandom(20 * floor.JOB_BYTES + 5))
 
     ran = start(
-        Participant("floor", (sys.executable, str(floor.__file__), "cuda", str(tmp_path / "f")), json.loads), 60.0
+        Participant("floor", (sys.executable, str(floor.__file__), "cuda", str(tmp_path / "f")), json.loads), LONG
     )
 
     assert list(ran.phases) == ["context", "read"]

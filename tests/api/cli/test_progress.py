@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from recitation import MODEL
 
 from precast.cli.progress import AnnouncedTimeline, counted, stages
 
+LONG = 300.0
+"""Seconds after which a test gives up on a process."""
 TWO_STAGES = """
 from precast.cli.progress import stages
 with stages(("first", "second"), "working") as say:
@@ -35,16 +38,22 @@ print("done")
 def on_a_terminal(*command: str | Path) -> tuple[int, str, str]:
     """The command's exit code, its standard output, and what it shows on standard error, a terminal."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=theirs, text=True,
-        env={**os.environ, "TERM": "xterm"},
-    ) as process:  # fmt: skip
-        os.close(theirs)
-        shown = b"".join(iter(lambda: read(ours), b"")).decode()
-        assert process.stdout is not None
-        printed = process.stdout.read()
-    os.close(ours)
-    return process.returncode, printed, shown
+    # A pipe for its standard output would be full while the terminal is read.
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)], stdin=subprocess.DEVNULL, stdout=printed, stderr=theirs,
+            env={**os.environ, "TERM": "xterm"},
+        )  # fmt: skip
+        try:
+            os.close(theirs)
+            shown = b"".join(iter(lambda: read(ours), b"")).decode()
+            code = process.wait(LONG)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)
+        printed.seek(0)
+        return code, printed.read(), shown
 
 
 @pytest.mark.parametrize(("program", "bar"), [(TWO_STAGES, "working second"), (THREE_ANSWERS, "answers 2 of 3")])

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,13 +132,34 @@ def test_a_load_ends_while_it_waits_for_a_server(
             assert left_behind(process, tmp_path / "tmp") == []
 
 
+WAITS = """
+import os, signal, sys, threading
+from precast.cli.stopping import ends_at_once
+reads, writes = os.pipe()
+with ends_at_once():
+    # A signal that another thread takes wakes the main one from no wait: as if it had come just before it.
+    threading.Timer(0.2, signal.raise_signal, [int(sys.argv[1])]).start()
+    os.read(reads, 1)
+"""
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_just_before_a_wait_ends_it(number: signal.Signals, word: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", WAITS, str(int(number))], capture_output=True, text=True, timeout=LONG)
+
+    assert (ran.returncode, ran.stdout, ran.stderr) == (CODES[number], "", f"\n{word}\n")
+
+
 def test_handlers_are_what_they_were_afterwards() -> None:
     before = [signal.getsignal(number) for number in CODES]
+    descriptor = signal.set_wakeup_fd(-1)
 
     with ends_at_once():
         assert all(signal.getsignal(number) not in before for number in CODES)
 
     assert [signal.getsignal(number) for number in CODES] == before
+    assert signal.set_wakeup_fd(descriptor) == -1
+    assert "precast-signals" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:

@@ -86,7 +86,10 @@ def test_retry_after_is_honoured(
     registry.misbehave("GET", "manifests", status(429, Retry_After="7"), times=1)
     from email.utils import formatdate
 
-    registry.misbehave("GET", "blobs", status(429, Retry_After=formatdate(time.time() + 30, usegmt=True)), times=1)
+    def later(handler: Any) -> bool:
+        return status(429, Retry_After=formatdate(time.time() + 30, usegmt=True))(handler)
+
+    registry.misbehave("GET", "blobs", later, times=1)
 
     pull(reference, store=store, repository=client())
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import tarfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from real_registries import crane_registry, docker_registry
 
 from precast.ir.artifact import Bundle, detach
 from precast.registry.pull import pull
@@ -45,26 +43,8 @@ def run(name: str, *arguments: str) -> str:
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[str]:
     """docker-registry on a port of its own."""
-    program = tool("docker-registry")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = tmp_path / "registry.yml"
-    config.write_text(
-        "version: 0.1\nlog: {level: info}\n"
-        f"storage: {{filesystem: {{rootdirectory: {tmp_path / 'registry'}}}, delete: {{enabled: true}}}}\n"
-        f'http: {{addr: "127.0.0.1:{port}"}}\n'
-    )
-    command = [program, "serve", str(config)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        for line in server.stderr:
-            if "listening on" in line:
-                break
-        # It would end if nobody read what it says.
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        yield f"127.0.0.1:{port}"
-        server.send_signal(signal.SIGKILL)
+    with docker_registry(tool("docker-registry"), tmp_path) as host:
+        yield host
 
 
 def test_docker_registry(host: str, tiny: Bundle, tmp_path: Path) -> None:
@@ -153,20 +133,9 @@ def test_crane_reads_what_was_pushed(host: str, tiny: Bundle, tmp_path: Path) ->
 
 
 def test_cranes_registry(tiny: Bundle, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with subprocess.Popen(
-        [tool("crane"), "registry", "serve", "--address", f"127.0.0.1:{port}"], stderr=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stderr is not None
-        server.stderr.readline()  # it says that it serves
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        try:
-            push(tiny.path, f"127.0.0.1:{port}/org/tiny:v1")
-            pull(f"127.0.0.1:{port}/org/tiny:v1", tmp_path / "out.bundle", store=Store(tmp_path / "store"))
-        finally:
-            server.send_signal(signal.SIGKILL)
+    with crane_registry(tool("crane")) as host:
+        push(tiny.path, f"{host}/org/tiny:v1")
+        pull(f"{host}/org/tiny:v1", tmp_path / "out.bundle", store=Store(tmp_path / "store"))
 
     assert Bundle.open(tmp_path / "out.bundle").attached == tiny.attached
 

@@ -35,6 +35,21 @@ def killed(action: Callable[[], object], seconds: float) -> bool:
     return not os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
+class Moments:
+    """Random moments at which to kill, of which about half come before the end, however fast the machine is just now:
+    they come sooner after an action that was done, and later after one that was killed.
+    """
+
+    def __init__(self, seed: int, longest: float) -> None:
+        self._rng, self._longest = random.Random(seed), longest
+
+    def kill(self, action: Callable[[], object]) -> bool:
+        """Run `action` and kill it at such a moment; whether it was done before."""
+        was_done = killed(action, self._rng.uniform(0, self._longest))
+        self._longest *= 2 / 3 if was_done else 3 / 2
+        return was_done
+
+
 def timed(action: Callable[[], object]) -> float:
     """Seconds that `action` takes in a fork, which is what is killed."""
     started = time.monotonic()
@@ -45,18 +60,18 @@ def timed(action: Callable[[], object]) -> float:
 def kill_pulls(host: str, bundle: Path, place: Path, count: int) -> None:
     """Kill pulls into a store, and what writes out of it; whatever opens is whole, and a later pull ends well."""
     digest = push(bundle, f"{host}/org/tiny:v1").digest
-    rng, store, out = random.Random(count), Store(place / "store"), place / "out.bundle"
+    store, out = Store(place / "store"), place / "out.bundle"
     states = set()
 
     def action() -> None:
         pull(f"{host}/org/tiny:v1", out, store=store)
 
-    longest = 1.2 * timed(action)
+    moments = Moments(count, 1.2 * timed(action))
     for index in range(count):
         if index % 2 == 0:
             shutil.rmtree(out, ignore_errors=True)
             store.collect(unused_days=0)
-        killed(action, rng.uniform(0, longest))
+        moments.kill(action)
         listed = [stored.digest for stored in store.listing()]
         assert listed in ([], [digest]), listed
         assert store.verify().problems == (), store.verify()
@@ -106,12 +121,11 @@ def kill_pull_steps(host: str, bundle: Path, place: Path, count: int) -> None:
 
 def kill_pushes(host: str, bundle: Path, place: Path, count: int) -> None:
     """Kill pushes; a tag that is there leads to a whole bundle, and a later push ends well."""
-    rng = random.Random(count)
-    longest = 1.2 * timed(lambda: push(bundle, f"{host}/org/first:v1"))
+    moments = Moments(count, 1.2 * timed(lambda: push(bundle, f"{host}/org/first:v1")))
     tags = 0
     for index in range(count):
         name = f"{host}/org/name{index}:v1"
-        killed(lambda name=name: push(bundle, name), rng.uniform(0, longest))
+        moments.kill(lambda name=name: push(bundle, name))
         try:
             pull(name, store=Store(place / f"store{index}"))
             tags += 1

@@ -99,7 +99,8 @@ KINDS: dict[str, Callable[[str, int, int, Files], Recipe]] = {
     "packed4 by channels": lambda *given: weight("packed4", *given, whole=True),
     "packed4 in any order": lambda *given: weight("packed4", *given, groups=True),
     "awq": lambda *given: weight("awq", *given),
-    "gptq": lambda *given: weight("gptq", *given, groups=True),
+    "gptq": lambda *given: weight("gptq", *given),
+    "gptq in any order": lambda *given: weight("gptq", *given, groups=True),
 }
 
 
@@ -141,7 +142,7 @@ def test_cuts_between_blocks(kind: str) -> None:
     assert is_kept(Slice(recipe, 1, 32, 64), files)
 
 
-@pytest.mark.parametrize("kind", ["fp8 in blocks", "fp8, one scale", "int8 with zeros", "packed4", "awq"])
+@pytest.mark.parametrize("kind", ["fp8 in blocks", "fp8, one scale", "int8 with zeros", "packed4", "awq", "gptq"])
 def test_cuts_within_blocks_make_scales_finer(kind: str) -> None:
     files = Files()
     recipe = KINDS[kind]("w", 48, 64, files)
@@ -178,7 +179,7 @@ def test_a_rank_reads_blocks_of_its_own() -> None:
     assert whole.parts["of"].recipe == Slice(Read("w.q", (64, 64), "float8_e4m3fn"), 0, start, 32)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("packed4 in any order", "gptq")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "in any order" not in kind])
 def test_joined_rows(kind: str) -> None:
     files = Files()
     parts = [KINDS[kind](name, rows, 64, files) for name, rows in (("q", 48), ("k", 16), ("v", 16))]
@@ -202,7 +203,8 @@ def test_what_has_one_scale_gets_one_a_row() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("gptq", "gptq"),
+        ("gptq in any order", "gptq in any order"),
+        ("gptq", "gptq in any order"),
         ("packed4 in any order", "packed4 in any order"),
         ("packed4", "packed4 with zeros"),
         ("fp8 in blocks", "nvfp4"),
@@ -289,7 +291,9 @@ def test_what_two_layers_must_have_in_common() -> None:
         ("nvfp4", 1, 16, 16),
         ("packed4", 1, 16, 8),
         ("packed4 with zeros", 0, 8, 8),
-        ("gptq", 1, 8, 8),
+        ("gptq", 0, 8, 8),
+        ("gptq", 1, 16, 8),
+        ("gptq in any order", 1, 8, 8),
     ],
 )
 def test_what_is_stored_together(kind: str, dim: int, block: int, least: int) -> None:

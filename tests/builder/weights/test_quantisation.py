@@ -135,6 +135,12 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rotated(*places: str) -> dict[str, Any]:
+    """The `transform_config` of rotations at these places."""
+    apply = [{"targets": ["Linear"], "location": place, "inverse": False} for place in places]
+    return {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("entries", "block", "shape"),
@@ -142,8 +148,9 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
         (compressed("tensor"), None, lambda _: (1,)),
         (compressed("channel"), (1, 1 << 20), lambda tensor: (tensor.shape[0], 1)),
         (compressed("block", block_structure=[32, 32]), (32, 32), blocks),
+        ({**compressed("tensor"), "transform_config": rotated("weight_output", "weight_input")}, None, lambda _: (1,)),
     ],
-    ids=["tensor", "channel", "block"],
+    ids=["tensor", "channel", "block", "rotated weights"],
 )
 def test_compressed_tensors(model_type: str, entries: dict[str, Any], block: Any, shape: Any, tmp_path: Path) -> None:
     """Names are those of the checkpoint, where each expert is a layer of its own."""
@@ -221,6 +228,32 @@ def test_gptq(order: bool, format: str, offset: int, tmp_path: Path) -> None:
         return quantised.gptq(name.removesuffix(".weight"), tensor, 48, order=order, offset=offset)
 
     check(config_of("llama", attention_bias=True), entries, quantise, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "sizes"),
+    [
+        ({"desc_act": False, "group_size": 32}, {"*.g_idx": 32}),
+        ({"desc_act": False, "group_size": -1}, {"*.g_idx": 0}),
+        ({"desc_act": True, "group_size": 32}, {}),
+        ({"desc_act": None, "group_size": 32}, {}),
+        ({"group_size": 32}, {}),
+    ],
+)
+def test_groups_of_gptq_are_read_unless_the_config_says_that_they_are_in_order(
+    entries: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("llama"))
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    checkpoint = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4} | entries)
+
+    read = {leaf.tensor.rpartition(".")[2] for leaf in leaves(checkpoint.recipes([name])[name])}
+    rules = checkpoint.known_names()
+    assert read == {"qweight", "scales", "qzeros"} | (set() if sizes else {"g_idx"})
+    assert rules.groups_in_order == sizes
+    assert ("*.g_idx" in rules.ignored) == bool(sizes)
 
 
 def test_biases_of_zeros_that_autogptq_stores_are_ignored() -> None:
@@ -462,6 +495,9 @@ def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any])
             r"names of layers that are none of this model \(language_model.model.blocks.0.mlp\*\)",
         ),
         ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
+        ({**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": []}}}}, "transform_config = "),
+        ({**compressed("channel"), "transform_config": rotated("weight_input", "input")}, "transform_config = "),
+        ({**compressed("channel"), "transform_config": rotated("k_cache")}, "transform_config = "),
         ({"quant_method": "mxfp4"}, "model type llama"),
         ({"quant_method": "awq", "bits": 4, "group_size": 48}, "64 inputs in groups of 48"),
     ],

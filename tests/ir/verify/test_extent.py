@@ -219,6 +219,7 @@ def test_bombs_do_not_open(name: str, tmp_path: Path) -> None:
     [
         (Checkpoint(optional_prefixes=("a.",) * 33, prefixes={f"{i}.": "" for i in range(33)}), "66 prefixes"),
         (Checkpoint(ignored=("*",) * 4000, unused=("*",) * 1000), "5000 patterns"),
+        (Checkpoint(groups_in_order={f"{i}": 1 for i in range(5000)}), "5000 patterns of groups"),
         (Checkpoint(tied={f"{i}": "w" for i in range(2000)}), "2000 tied"),
     ],
 )
@@ -229,3 +230,12 @@ def test_rules_of_a_checkpoint_are_few(rules: Checkpoint, counted: str, tmp_path
         Bundle.open(path)
 
     assert caught.value.code == "limit-exceeded"
+
+
+def test_groups_of_a_checkpoint_have_inputs(tmp_path: Path) -> None:
+    path = hostile.write(tmp_path / "x.bundle", hostile.params(1), Checkpoint(groups_in_order={"*": -1}))
+
+    with pytest.raises(BundleError, match="groups of fewer than 0 inputs") as caught:
+        Bundle.open(path)
+
+    assert caught.value.code == "manifest-invalid"

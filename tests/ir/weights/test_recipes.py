@@ -61,6 +61,7 @@ FP8 = Dequantise(whole("w", 10, 7, dtype="float8_e4m3fn"), Read("s", (3, 2)), "f
 MXFP4 = Dequantise(whole("b", 2, 6, 3, 16, dtype="uint8"), whole("s", 2, 6, 3, dtype="uint8"), "mxfp4")
 AWQ = Dequantise(whole("q", 6, 2), Read("s", (3, 16)), "awq", zeros=whole("z", 3, 2))
 GPTQ = Dequantise(whole("q", 2, 8), Read("s", (3, 8)), "gptq", None, whole("z", 3, 1), whole("g", 16), 1)
+GPTQ_IN_ORDER = Dequantise(whole("q", 2, 8), Read("s", (4, 8)), "gptq", None, whole("z", 4, 1), None, 1)
 NVFP4 = Dequantise(
     whole("w", 2, 6, 24, dtype="uint8"), whole("s", 2, 6, 3, dtype="float8_e4m3fn"), "nvfp4",
     global_scale=Read("t", (2, 1, 1)),
@@ -100,6 +101,7 @@ NORM = "model.norm.weight"
         (MXFP4, (2, 6, 96)),
         (AWQ, (6, 16)),
         (GPTQ, (16, 8)),
+        (GPTQ_IN_ORDER, (16, 8)),
         (NVFP4, (2, 6, 48)),
         (replace(NVFP4, format="nvfp4_divided"), (2, 6, 48)),
         (PACKED4, (6, 32)),
@@ -158,7 +160,7 @@ def test_shape(recipe: Recipe, shape: tuple[Expr, ...]) -> None:
         replace(AWQ, scales=Read("s", (3, 2))),
         replace(AWQ, scales=Read("s", (4, 16)), zeros=whole("z", 4, 2)),
         replace(AWQ, groups=whole("g", 6)),
-        replace(GPTQ, groups=None),
+        replace(GPTQ, groups=None),  # 16 inputs are not three groups
         replace(GPTQ, groups=whole("g", 8)),
         replace(GPTQ, zeros=whole("z", 3)),
         replace(GPTQ, zeros=whole("z", 3, 2)),
@@ -389,7 +391,7 @@ def test_everything_is_reported_at_once() -> None:
         "  1 tensor of a wrong shape:",
         f"    {q}: expected [16, 16], found [3]",
         "  1 tensor of a wrong dtype:",
-        f"    {q}: expected float64 or float32 or float16 or bfloat16, found int8",
+        f"    {q}: expected float64 or float32 or float16 or bfloat16 or F8_E8M0, found int8",
         "  2 tensors unexpected:",
         "    extra.1: float32 [1] in model.safetensors",
         "    extra.2: float32 [1] in model.safetensors",

@@ -48,7 +48,7 @@ from precast.loader.options import LoadOptions
 from precast.loader.timeline import Timeline
 
 MAX_TOKENS, MAX_SEQS = 64, 4
-LONG = 15.0
+LONG = 300.0
 """Seconds after which a test gives up on what it waits for."""
 GIVES_BACK = ("Free", "Destroy", "Unload", "Ctx", "ErrorName")
 """In the names of calls that give something back, and of those that these take."""

@@ -18,7 +18,7 @@ from hypothesis import assume, given
 from recipe_cases import FLOATS, Tensors, evaluate, params_graph, recipe_sets
 from safetensors.torch import save_file
 
-from precast.ir.graph.schema import Cast, Dtype, Graph, Param, Read, Recipe, Scale, Slice, TensorType
+from precast.ir.graph.schema import Cast, Dtype, Graph, Param, Read, Recipe, Scale, Slice, TensorType, Transpose
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.dtypes import BY_NAME
@@ -88,6 +88,25 @@ def test_numbers_are_rounded_as_torch_does(source: Dtype, target: Dtype) -> None
     )  # fmt: skip
     assert torch.equal(held.isnan(), expected.isnan())
     assert torch.equal(held.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+@pytest.mark.parametrize("target", FLOATS)
+def test_exponents_are_powers_of_two(target: Dtype, tmp_path: Path) -> None:
+    """All of E8M0, with rows and columns exchanged; float16 holds few of them."""
+    tensors = {"a": torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e8m0fnu)}
+    recipe = Cast(Transpose(Read("a", (16, 16)), 0, 1), target)
+
+    what = planned(params_graph({"a": recipe}, tensors), Checkpoint(), files_of(tmp_path, tensors))
+    made = OnTheHost({0: np.empty(256 * BY_NAME[target].itemsize, np.uint8)})
+    with opened(what.files, {job.file for job in what.plan.jobs}) as sources:
+        for job in what.plan.jobs:
+            do_job(job, sources[job.file], 0, memoryview(b""), {}, made, 0)
+
+    assert uncovered(what) == ""
+    found = torch.from_numpy(made[0]).view(BY_NAME[target]).view(16, 16).t().flatten().double()
+    expected = torch.tensor([2.0 ** (e - 127) for e in range(255)], dtype=torch.float64).to(BY_NAME[target]).double()
+    assert torch.equal(found[:255], expected)
+    assert found[255].isnan()
 
 
 def test_what_is_read_into_place_is_not_made_on_the_host(tmp_path: Path) -> None:

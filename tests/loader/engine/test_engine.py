@@ -1131,8 +1131,10 @@ def a_thread_inside(engine: Engine, program: Waits, ask: Callable[[], Any]) -> I
     """For the time of the body another thread is inside `ask`, which computes a step; then it goes on to its end."""
     with ThreadPoolExecutor(1, thread_name_prefix="first") as pool:
         answer = pool.submit(ask)
+        answer.add_done_callback(lambda _: program.is_inside.set())  # where it fails before it computes anything
         try:
             program.is_inside.wait()
+            assert not answer.done(), answer.exception()
             yield answer
         finally:
             program.may_go_on.set()

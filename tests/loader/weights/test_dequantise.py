@@ -159,6 +159,26 @@ def test_float8(
     assert torch.equal(made.tensors["w"].cpu(), tensors["w"].float() * each)
 
 
+@on_each_device
+def test_scales_that_are_powers_of_two(tmp_path: Path, device: torch.device) -> None:
+    """E8M0: each of its numbers is a scale of one value, and is read by itself, and as a row, too."""
+    exponents = torch.arange(255, dtype=torch.uint8).view(1, 255)
+    tensors = {"w": float8(1, 255), "s": exponents.view(torch.float8_e8m0fnu)}
+    scales = Read("s", (1, 255))
+    recipes = {
+        "w": Dequantise(read("w", tensors), scales, "fp8", (1, 1)),
+        "s": Cast(scales, "float32"),
+        "t": Cast(Transpose(scales, 0, 1), "bfloat16"),
+    }
+
+    made = load(tmp_path, recipes, tensors, device).tensors
+
+    powers = torch.ldexp(torch.ones(1, 255, dtype=torch.float64), exponents.int() - 127)
+    assert torch.equal(made["s"].cpu().double(), powers)
+    assert torch.equal(made["t"].cpu().double(), powers.t())
+    assert torch.equal(made["w"].cpu(), (tensors["w"].double() * powers).float())
+
+
 def nvfp4(rows: int, columns: int) -> Tensors:
     return {
         "w": torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from recipe_cases import Tensors, params_graph, read
@@ -134,6 +135,13 @@ def gptq() -> tuple[Dequantise, Tensors]:
     return Dequantise(w, s, "gptq", zeros=z, groups=g, zero_offset=1), tensors
 
 
+def gptq_in_order() -> tuple[Dequantise, Tensors]:
+    recipe, tensors = gptq()
+    return msgspec.structs.replace(recipe, groups=None), {
+        name: tensor for name, tensor in tensors.items() if name != "g"
+    }
+
+
 def nvfp4() -> tuple[Dequantise, Tensors]:
     numbers = torch.Generator().manual_seed(0)
     values = torch.randint(0, 256, (12, 32), generator=numbers, dtype=torch.uint8)
@@ -176,6 +184,13 @@ def packed8_with_words_across_ranks() -> tuple[Dequantise, Tensors]:
     return Dequantise(w, s, "packed8", zeros=z), tensors
 
 
+def gptq_with_words_across_ranks() -> tuple[Dequantise, Tensors]:
+    """Of rows, 24 of a rank begin within a group of 16; of columns, four begin within a word of zeros."""
+    tensors = {"w": words(6, 16), "s": normal(3, 16).half(), "z": words(3, 2)}
+    w, s, z = (read(name, tensors) for name in "wsz")
+    return Dequantise(w, s, "gptq", zeros=z, zero_offset=1), tensors
+
+
 def int8() -> tuple[Dequantise, Tensors]:
     values = torch.arange(12 * 64).reshape(12, 64).to(torch.int8)
     tensors = {"w": values, "s": normal(12, 1), "z": torch.arange(12).reshape(12, 1).to(torch.int8)}
@@ -183,16 +198,25 @@ def int8() -> tuple[Dequantise, Tensors]:
     return Dequantise(w, s, "int8", (1, 64), zeros=z), tensors
 
 
-def test_a_part_that_begins_within_a_word_and_a_group(tmp_path: Path) -> None:
-    recipe, tensors = packed8_with_words_across_ranks()
+@pytest.mark.parametrize(
+    ("made", "dim", "size", "tp"),
+    [
+        (packed8_with_words_across_ranks, 0, 12, 4),
+        (packed8_with_words_across_ranks, 1, 24, 8),
+        (gptq_with_words_across_ranks, 0, 48, 2),
+        (gptq_with_words_across_ranks, 1, 16, 4),
+    ],
+)
+def test_a_part_that_begins_within_a_word_and_a_group(
+    made: Callable[[], tuple[Dequantise, Tensors]], dim: int, size: int, tp: int, tmp_path: Path
+) -> None:
+    recipe, tensors = made()
     save_file(tensors, tmp_path / "model.safetensors")
 
-    alone = of_rank(tmp_path, tensors, part(recipe, 0, 12), 0, 1)
-    rows = [of_rank(tmp_path, tensors, part(recipe, 0, 12), rank, 4) for rank in range(4)]
-    columns = [of_rank(tmp_path, tensors, part(recipe, 1, 24), rank, 8) for rank in range(8)]
+    alone = of_rank(tmp_path, tensors, part(recipe, dim, size), 0, 1)
+    ranks = [of_rank(tmp_path, tensors, part(recipe, dim, size), rank, tp) for rank in range(tp)]
 
-    assert torch.equal(torch.cat([each.tensors["p"] for each in rows]), alone.tensors["p"])
-    assert torch.equal(torch.cat([each.tensors["p"] for each in columns], 1), alone.tensors["p"])
+    assert torch.equal(torch.cat([each.tensors["p"] for each in ranks], dim), alone.tensors["p"])
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -200,8 +224,8 @@ def test_a_part_that_begins_within_a_word_and_a_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        fp8, fp8_of_one_scale, fp8_experts, mxfp4, awq, gptq, nvfp4, nvfp4_experts, packed4, packed4_of_one_group,
-        packed8, int8,
+        fp8, fp8_of_one_scale, fp8_experts, mxfp4, awq, gptq, gptq_in_order, nvfp4, nvfp4_experts, packed4,
+        packed4_of_one_group, packed8, int8,
     ],
 )  # fmt: skip
 def test_of_values_in_few_bits_a_rank_reads_its_part(

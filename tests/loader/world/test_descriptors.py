@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from open_files import new_since
 
 from precast.ir.errors import TargetError
 from precast.loader.world.descriptors import Exchange, exchanged
@@ -52,10 +53,6 @@ def assert_(condition: bool) -> None:
     assert condition
 
 
-def num_open() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """One with a name that is too long for a socket's."""
@@ -66,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_rank_gets_what_all_others_give(folder: Path, size: int) -> None:
-    before, table = num_open(), Table(size)
+    before, table = new_since(), Table(size)
 
     def run(rank: int) -> dict[int, str]:
         mine = written(f"of {rank}")
@@ -86,7 +83,7 @@ def test_each_rank_gets_what_all_others_give(folder: Path, size: int) -> None:
         for other, given in others.items():
             if (other + 1) % size != rank:
                 os.close(int(given))
-    assert num_open() == before
+    assert new_since(before) == set()
     assert os.listdir(folder) == []
 
 
@@ -122,7 +119,7 @@ def test_who_does_not_know_the_number_is_not_heard(folder: Path) -> None:
 
 
 def test_a_rank_that_gives_nothing_is_named(folder: Path) -> None:
-    mine, before = written("of 0"), num_open()
+    mine, before = written("of 0"), new_since()
 
     def alone(name: str, said: bytes) -> list[bytes]:
         listener = socket.socket(socket.AF_UNIX)  # rank 1 listens, and is heard of no more
@@ -139,7 +136,7 @@ def test_a_rank_that_gives_nothing_is_named(folder: Path) -> None:
 
     assert error.value.code == "rank-late"
     kept[0].close()
-    assert num_open() == before
+    assert new_since(before) == set()
 
 
 def test_a_rank_that_is_gone_is_named(folder: Path) -> None:

@@ -1,7 +1,9 @@
-"""A world that is closed: nobody frees what others may still have open."""
+"""A world that is closed, where nobody frees what others may still have open; and one that is interrupted."""
 
 from __future__ import annotations
 
+import gc
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 from precast.loader.world.channel import Channel
 from precast.loader.world.follower import Follower
 from precast.loader.world.lead import Lead
+from precast.loader.world.messages import OrdersAt
 from precast.loader.world.timeouts import Timeouts
 
 WAITS = Timeouts()._replace(end=60.0)
@@ -64,3 +67,30 @@ def test_nothing_is_freed_in_a_world_that_has_failed(pairs: list[tuple[socket.so
     lead.close()
 
     assert said == ["closed"]
+
+
+def test_an_interrupt_just_before_a_wait_for_other_ranks_ends_it(
+    pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that another thread takes doesn't wake the main one: as if it had come just before its wait."""
+    lead = Lead({rank: Channel(ours) for rank, (ours, _) in enumerate(pairs, 1)}, WAITS._replace(load=3600.0))
+    waits, wait = threading.Event(), lead._news.wait
+
+    def waiting(timeout: float | None = None) -> bool:
+        waits.set()
+        return wait(timeout)
+
+    def interrupt() -> None:
+        waits.wait()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(lead._news, "wait", waiting)
+    threading.Thread(target=interrupt, daemon=True).start()
+    gc.disable()  # Python drops an interrupt that comes while an object is finalized
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lead.gather("loaded", OrdersAt(), timeout="load")
+    finally:
+        gc.enable()
+        lead.fail(KeyboardInterrupt())
+        lead.close()
