@@ -28,7 +28,7 @@ from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
 from precast.builder.native.layer import check_worlds, native_layer, target_named, worlds_named
 from precast.builder.passes.graph_pass import Pass
-from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised
+from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised, Unrounded
 from precast.builder.shard.compared import compared
 from precast.builder.shard.overrides import read_overrides
 from precast.builder.source.config_facts import config_facts
@@ -37,6 +37,7 @@ from precast.builder.source.quantised_options import check_options
 from precast.builder.source.source import Source, open_source
 from precast.builder.source.tp_plan import tp_plan
 from precast.builder.weights.at_load import FORMATS
+from precast.builder.weights.rounding import CHOICES
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.bundle.trust import MadeHere, folder_of_layers
 from precast.ir.errors import BuildError
@@ -61,7 +62,7 @@ Passes = tuple[Pass, ...]
 def build(
     source: str | Path | PreTrainedConfig, out: str | Path, *, dtype: str = "auto", max_seq_len: int | None = None,
     page_size: int | None = None, kv_dtype: str = "auto", shard_plan: str | Path | None = None,
-    dequantise: bool = False, quantise: str | None = None,
+    dequantise: bool = False, activations: str = "published", quantise: str | None = None,
     disabled_passes: Collection[str] = (), snapshots: str | Path | None = None, snapshot_after: str | None = None,
     dump: str | Path | None = None, targets: Sequence[str] = (), worlds: Sequence[str] = (),
     choices: Sequence[Table] = (), allow_remote_code: bool = False, model_type: str | None = None,
@@ -85,6 +86,8 @@ def build(
             (`docs/sharding.md`, A plan of your own). None: as the builder finds.
         dequantise: read weights that the checkpoint stores in few bits as numbers of `dtype`, as if they had been
             stored so, in place of keeping their bytes and computing with those (docs/quantisation.md).
+        activations: `published`: what is multiplied with weights in few bits is rounded as the checkpoint's config says
+            (docs/quantisation.md); `none`: it stays in `dtype`.
         quantise: `fp8`: weights of linear layers and experts take 8 bits on the device, in blocks of 128 x 128 with a
             scale each, made of the numbers of a checkpoint that isn't quantised while they are read; embeddings, head,
             norms, routers and all else stay as they are (docs/quantisation.md).
@@ -123,14 +126,16 @@ def build(
         disabled_passes = {*disabled_passes, KEEP_QUANTISED.name}
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
     _check_quantise(quantise, opened, disabled_passes)
-    options = dataclasses.replace(options, dequantise=KEEP_QUANTISED.name in disabled_passes, quantise=quantise)
+    _check_activations(activations)
+    in_full = KEEP_QUANTISED.name in disabled_passes
+    options = dataclasses.replace(options, dequantise=in_full, activations=activations, quantise=quantise)
     gpus, among = [target_named(name) for name in dict.fromkeys(targets)], worlds_named(worlds)
     notes = _notes(opened, dtype)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
     parts = pipeline.split(pipeline.passes(disabled_passes), snapshot_after or "shard")
-    left: list[Dequantised] = []
+    left: list[Dequantised | Unrounded] = []
     late = pipeline.lowered_passes(disabled_passes, options.overrides, left, _scales(opened))
     store = snapshot.Store(Path(snapshots)) if snapshots is not None and not opened.has_code else None
     dump_dir = _dump_dir(dump)
@@ -142,6 +147,7 @@ def build(
     refuse_unknown_ops(captured.graph)
     refuse_mixed_tokens(captured.graph, captured.ctx)
     lowered = lower(captured.graph, captured.ctx)
+    late = pipeline.with_roundings(late, captured.ctx.roundings)
     graph, history = pipeline.run_lowered(lowered, late, history=history, dump=dump_dir)
     graph = _planned(graph)
     if gpus:
@@ -154,7 +160,7 @@ def build(
         Path(out), captured, graph, history, files=opened.files, built_with=_versions(), checked=check is not None,
         config=facts, native=native,
         provenance=_provenance(opened, options, disabled_passes, started, is_restored)
-        | notes | _beside_theirs(opened, graph) | _dequantised(left, options),
+        | notes | _beside_theirs(opened, graph) | _left_out(left, options),
     )  # fmt: skip
     _record_layers(packed)
     return packed
@@ -283,14 +289,23 @@ def _check_quantise(quantise: str | None, source: Source, disabled_passes: Colle
         raise BuildError("option-invalid", message, fix="leave out one of quantise, dequantise and the disabled pass")
 
 
-def _dequantised(left: Sequence[Dequantised], options: Options) -> dict[str, object]:
-    """The weights that are, or were to be, in few bits and are not kept so, by the reason, for the provenance; `*`
-    stands for the number of a layer."""
-    reasons: dict[str, dict[str, None]] = {}
+def _check_activations(activations: str) -> None:
+    if activations not in CHOICES:
+        message = f"activations={activations!r}: this is not known, expected {' or '.join(CHOICES)}"
+        raise BuildError("option-invalid", message, fix="leave activations out, for what the config says")
+
+
+def _left_out(left: Sequence[Dequantised | Unrounded], options: Options) -> dict[str, object]:
+    """The weights that are, or were to be, in few bits and are not kept so, and those whose inputs were to be rounded
+    and are not: by the reason, for the provenance; `*` stands for the number of a layer."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
     for each in left:
-        reasons.setdefault(each.reason, {})[re.sub(r"\.\d+(?=\.)", ".*", each.param)] = None
-    found = {reason: list(names) for reason, names in reasons.items()}
-    return {"not quantised" if options.quantise else "dequantised": found} if found else {}
+        kind = "inputs not rounded"
+        if isinstance(each, Dequantised):
+            kind = "not quantised" if options.quantise else "dequantised"
+        names = found.setdefault(kind, {}).setdefault(each.reason, {})
+        names[re.sub(r"\.\d+(?=\.)", ".*", each.param)] = None
+    return {kind: {reason: list(names) for reason, names in by.items()} for kind, by in found.items()}
 
 
 def _provenance(

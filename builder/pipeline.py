@@ -16,13 +16,14 @@ from typing import Any
 
 from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
+from precast.builder.graph.rounding import Roundings
 from precast.builder.passes.cache.fuse_rotary_write import fuse_rotary_write
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
 from precast.builder.passes.lower.copy_before_reshape import copy_before_reshape
 from precast.builder.passes.lower.fuse_gated_linear import fuse_gated_linear
 from precast.builder.passes.lower.fuse_pointwise import fuse_pointwise
-from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised
+from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised, Unrounded
 from precast.builder.passes.lower.spelled_out import spell_out_gates
 from precast.builder.passes.match.attention import match_attention
 from precast.builder.passes.match.causal_conv import match_causal_conv
@@ -110,11 +111,11 @@ def passes(disabled: Collection[str] = ()) -> tuple[Pass, ...]:
 def lowered_passes(
     disabled: Collection[str] = (),
     overrides: Overrides = (),
-    left: list[Dequantised] | None = None,
+    left: list[Dequantised | Unrounded] | None = None,
     scales: Dtype = "float32",
 ) -> tuple[LoweredPass, ...]:
     """The passes over the bundle's graph, without the disabled ones; `shard` minds the overrides, and that quantised
-    weights are to be kept. `left` gets those that `keep_quantised` leaves to be dequantised; `scales`: of its argument.
+    weights are to be kept. `left` gets what `keep_quantised` leaves out; `scales`: of its argument.
 
     `passes` refuses names that are none. Raises BuildError (option-invalid) for overrides where `shard` is disabled.
     """
@@ -126,6 +127,11 @@ def lowered_passes(
         KEEP_QUANTISED.name: {"left": left, "scales": scales},
     }
     return tuple(_told(each, told.get(each.name, {})) for each in LOWERED_PASSES if each.name not in disabled)
+
+
+def with_roundings(passes: tuple[LoweredPass, ...], roundings: Roundings) -> tuple[LoweredPass, ...]:
+    """The passes of which `keep_quantised` minds these, which are known once a model is captured."""
+    return tuple(_told(each, {"roundings": roundings} if each.name == KEEP_QUANTISED.name else {}) for each in passes)
 
 
 def _told(each: LoweredPass, given: dict[str, Any]) -> LoweredPass:

@@ -59,6 +59,7 @@ def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
         "caches": cached if any(each.stage == "cache" for each in passes) else None,
         "shard plan": [(each.pattern, each.choice) for each in options.overrides],
         "dequantise": options.dequantise,
+        "activations": options.activations,
         "passes": [(each.name, each.version) for each in passes],
         "sources": _sources_digest(),
         "torch": torch.__version__,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from precast.check.agreement import relative_error
@@ -19,7 +20,7 @@ from precast.check.excerpt import in_float32, some_of_each_layer
 from precast.check.random_checkpoint import checkpoint_numbers, random_checkpoint
 from precast.ir.artifact import Bundle
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Call
+from precast.ir.graph.schema import Call, Node
 from precast.ir.graph.world import unsharded as of_one_rank
 from precast.ir.memory import caches
 from precast.ir.weights.checkpoint import CheckpointFiles
@@ -90,6 +91,23 @@ class _Model(NamedTuple):
     bundle: Bundle
     files: CheckpointFiles
 
+    @classmethod
+    def open(cls, bundle: Bundle, weights: Path) -> _Model:
+        """The bundle, whose layers take inputs as they are. Rounded to few bits, some would go to another number where
+        sums in another order differ in a last bit; and ranks round the part of a row that they have."""
+        graph = bundle.graph
+        blocks = tuple(msgspec.structs.replace(each, nodes=tuple(map(_unrounded, each.nodes))) for each in graph.blocks)
+        main = tuple(step if isinstance(step, Call) else _unrounded(step) for step in graph.main)
+        graph = msgspec.structs.replace(graph, blocks=blocks, main=main)
+        return cls(msgspec.structs.replace(bundle, graph=graph), CheckpointFiles.open(weights))
+
+
+def _unrounded(node: Node) -> Node:
+    if node.op != "precast.quantised_linear":
+        return node
+    args = {name: arg for name, arg in node.args.items() if name not in ("activation", "input_scale")}
+    return msgspec.structs.replace(node, args=args)
+
 
 class _Found(NamedTuple):
     """The logits of each step, `[R, V]` in the order of the sequences, or this rank's columns of it, and the bytes that
@@ -101,7 +119,7 @@ class _Found(NamedTuple):
 
 def unsharded(bundle: Bundle, weights: Path) -> _Found:
     """What one rank alone computes: it can be compared with several worlds."""
-    return _compute(_Model(bundle, CheckpointFiles.open(weights)), _placement(0, 1, 1), {})
+    return _compute(_Model.open(bundle, weights), _placement(0, 1, 1), {})
 
 
 def prove(
@@ -110,11 +128,12 @@ def prove(
     """Compare `pp` stages of `tp` ranks, `ep` of which share the experts, with one rank, on the CPU; `weights` are
     those of the bundle. With `dp` as many as `tp`, each rank has some of the sequences, and perhaps none.
 
-    The graph should be one of float32: the error is that of sums in another order. `alone` is `unsharded`, if that is
+    The graph should be one of float32: the error is that of sums in another order. Inputs of layers stay as they are,
+    also those that the graph rounds to few bits. `alone` is `unsharded`, if that is
     known. Raises RequestError for a world that the bundle excludes, what loading raises, and RuntimeError where the
     ranks don't call the same collectives.
     """
-    model = _Model(bundle, CheckpointFiles.open(weights))
+    model = _Model.open(bundle, weights)
     expected = _compute(model, _placement(0, 1, 1), {}) if alone is None else alone
     found = run_stages(
         pp, tp, lambda groups: _compute(model, _placement(groups["tp"].rank, tp, ep, groups["pp"].rank, pp, dp), groups)

@@ -19,6 +19,7 @@ from precast.ir.graph.schema import (
     CacheGroup,
     CacheSpec,
     Call,
+    Const,
     Expr,
     Graph,
     IndexSpec,
@@ -68,7 +69,7 @@ def summary(bundle: Bundle) -> Report:
     total = _bytes_of(bundle)
     others = [extra for extra in bundle.attached if extra.artifact_type != oci.PROVENANCE]
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
-    held = _weights_bytes(graph)
+    held, rounded = _weights_bytes(graph), _activations(graph)
     with computed():
         share = precast_share(graph)
         peaks = _activation_peaks(graph)
@@ -85,6 +86,7 @@ def summary(bundle: Bundle) -> Report:
         "checked": manifest.checked,
         "precast_share": round(share, 4),
         "weights_bytes": held,
+        "activations": rounded,
         "activation_bytes": [
             {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
         ],
@@ -105,6 +107,7 @@ def summary(bundle: Bundle) -> Report:
             or "none",
         ),
         ("weights", "; ".join(f"{size:,} bytes of {dtype}" for dtype, size in held.items()) or "none"),
+        *([("inputs", rounded_text(rounded))] if rounded else []),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
@@ -132,7 +135,7 @@ def _provenance(record: Mapping[str, object]) -> list[tuple[str, str]]:
     noted = record.get("notes")
     notes = some(list(map(str, noted)), _MOST_NOTES) if isinstance(noted, list) else []
     rows = {"notes": [("note", note) for note in notes]}
-    for kind in ("dequantised", "not quantised"):
+    for kind in ("dequantised", "not quantised", "inputs not rounded"):
         reasons = record.get(kind)
         left = [f"{_names(names)}: {why}" for why, names in reasons.items()] if isinstance(reasons, dict) else []
         rows[kind] = [(kind, each) for each in some(left)]
@@ -153,6 +156,21 @@ def _weights_bytes(graph: Graph) -> dict[str, int]:
         if not isinstance(param.recipe, Tie):
             found[param.type.dtype] += math.prod(sizes) * element_bytes(param.type.dtype)
     return dict(found.most_common())
+
+
+def _activations(graph: Graph) -> dict[str, int]:
+    """How the inputs of linear layers are rounded whose weights are in few bits: how many layers, by `activation`."""
+    blocks = {block.name: block.nodes for block in graph.blocks}
+    steps = (blocks[step.block] if isinstance(step, Call) else (step,) for step in graph.main)
+    nodes = (node for part in steps for node in part if node.op == "precast.quantised_linear")
+    given = (node.args.get("activation") for node in nodes)
+    return dict(Counter(str(each.value) if isinstance(each, Const) else "none" for each in given).most_common())
+
+
+def rounded_text(rounded: Mapping[str, int]) -> str:
+    """The layers that `_activations` counts, in words."""
+    how = {kind: "as they are" if kind == "none" else f"rounded by {kind}" for kind in rounded}
+    return "; ".join(f"{how[kind]} in {_counted(count, 'linear layer')}" for kind, count in rounded.items())
 
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:

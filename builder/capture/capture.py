@@ -48,6 +48,7 @@ def capture(source: Source, options: Options) -> Captured:
         symbols=exported.symbols,
         fake_mode=placeholder(exported.graph, "input_ids").meta["val"].fake_mode,
         scales=stored.scales(),
+        roundings=stored.roundings() if options.activations == "published" and not options.dequantise else {},
     )
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     _share_constants(exported.graph, ctx)

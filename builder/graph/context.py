@@ -22,6 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
+from precast.builder.graph.rounding import Roundings
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import CachePlan, Dtype, Expr, Recipe, ShardOverride, Value
 from precast.kernels.dtypes import BY_NAME
@@ -68,6 +69,8 @@ class Options:
     """Whether the config names that dtype, not the user: then latents keep the model's, and it may have no effect."""
     dequantise: bool = False
     """Whether weights that a checkpoint stores in few bits are dequantised while they are read, all of them."""
+    activations: str = "published"
+    """`published`: inputs of layers are rounded as the checkpoint's config says; `none`: they stay as they are."""
     quantise: str | None = None
     """The format that weights of a checkpoint in 16 or 32 bits are brought to while they are read; None: none."""
 
@@ -112,6 +115,8 @@ class PassContext:
     fake_mode: FakeTensorMode | None = None
     scales: Mapping[str, KvScales] = dataclasses.field(default_factory=dict)
     """What a quantised checkpoint calls the scales of keys and values, by the path of the attention layer."""
+    roundings: Roundings = dataclasses.field(default_factory=dict)
+    """How inputs are rounded, of layers whose weights a checkpoint stores in few bits."""
 
     # --- reading ---------------------------------------------------------------------------------------------
 

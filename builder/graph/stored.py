@@ -27,6 +27,7 @@ from precast.builder.graph.context import (
     PassContext,
     expr_of,
 )
+from precast.builder.graph.rounding import Rounding
 from precast.ir.errors import BuildError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import CachePlan, Expr, TensorType, Value, Wire
@@ -69,6 +70,7 @@ class StoredGraph(Wire, frozen=True):
     cache_tensors: dict[str, Value]
     caches: CachePlan
     scales: dict[str, KvScales]
+    roundings: dict[str, Rounding]
 
 
 def store(graph: FxGraph, ctx: PassContext) -> StoredGraph | None:
@@ -86,6 +88,7 @@ def store(graph: FxGraph, ctx: PassContext) -> StoredGraph | None:
         cache_tensors=ctx.cache_tensors,
         caches=ctx.caches,
         scales=dict(ctx.scales),
+        roundings=dict(ctx.roundings),
     )
 
 
@@ -165,6 +168,7 @@ class _Loader:
             caches=stored.caches,
             fake_mode=self.mode,
             scales=stored.scales,
+            roundings=stored.roundings,
         )
         self.nodes: dict[str, FxNode] = {}
         self.fakes: dict[bytes, torch.Tensor] = {}

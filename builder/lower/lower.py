@@ -14,6 +14,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, expr_of, tensor
 from precast.builder.graph.nodes import by_call, given_arguments, layer_of, op_name
+from precast.builder.graph.rounding import Roundings, rounding_of
 from precast.builder.limits import MAX_SEQUENCES, MAX_TOKENS
 from precast.builder.lower.outline import Flat, outline
 from precast.builder.weights.kept import storage
@@ -31,13 +32,16 @@ _ADD_AN_OP = "docs/adding_an_op.md says how an operation is added"
 def lower(graph: FxGraph, ctx: PassContext) -> ir.Graph:
     """The bundle's graph, layers outlined into blocks. `refuse_unknown_ops` has let it through."""
     flat = lower_flat(graph, ctx)
-    return outline(flat, {} if ctx.options.dequantise else _storages(flat))
+    return outline(flat, {} if ctx.options.dequantise else _storages(flat, ctx.roundings))
 
 
-def _storages(flat: Flat) -> dict[str, object]:
-    """How the params are stored whose values a checkpoint has in few bits."""
-    found = {param.name: storage(param.recipe, param.type.dtype) for param in flat.params}
-    return {name: each for name, each in found.items() if each is not None}
+def _storages(flat: Flat, roundings: Roundings) -> dict[str, object]:
+    """How the params are stored whose values a checkpoint has in few bits, and how the inputs are rounded that they are
+    multiplied with."""
+    found = {param.name: (storage(param.recipe, param.type.dtype), param.recipe) for param in flat.params}
+    return {
+        name: (each, rounding_of(recipe, roundings).kind) for name, (each, recipe) in found.items() if each is not None
+    }
 
 
 def lower_flat(graph: FxGraph, ctx: PassContext) -> Flat:

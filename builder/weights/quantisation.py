@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from precast.builder.graph.rounding import NONE, Rounding
 from precast.builder.source.quantised_options import Quantised, check_options, refuse, stored_as
 from precast.builder.weights.conversions import other_prefixes, saved_tensors
+from precast.builder.weights.rounding import of_compressed_tensors, of_fbgemm, of_fp8, of_modelopt
 from precast.ir.graph.schema import Concat, Dequantise, Each, Read, Recipe, Reshape, Transpose
 from precast.ir.weights.quantised import NVFP4_BLOCK, PACKED
 from precast.ir.weights.recipes import map_reads
@@ -52,7 +54,7 @@ class Scheme(NamedTuple):
 
     `ignored` are patterns of tensors that only other ways of computing need. `scales` are what an attention layer calls
     the scales of its cached keys and values, with `?` for k or v, the likeliest first. `groups_in_order` is that of the
-    manifest's `Checkpoint`.
+    manifest's `Checkpoint`. `rounding` says how the inputs of a weight's layer are rounded.
     """
 
     method: str
@@ -61,6 +63,7 @@ class Scheme(NamedTuple):
     ignored: tuple[str, ...]
     scales: tuple[str, ...] = ()
     groups_in_order: Mapping[str, int] = MappingProxyType({})
+    rounding: Callable[[Weight], Rounding] = lambda _: NONE
 
 
 _KV_SCALES = ("?_scale", "?_proj.?_scale", "attn.?_scale", "qkv_proj.?_scale")
@@ -125,7 +128,11 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
         return _scaled(weight, _per_tensor(weight, name) if tile is None else _per_tile(weight, name, tuple(tile)))
 
     ignored = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
-    return Scheme("fp8", _chosen(model, skipped), recipe, ignored, (*_KV_SCALES, "kv_scale"))
+    scales = (*_KV_SCALES, "kv_scale")
+    return Scheme(
+        "fp8", _chosen(model, skipped), recipe, ignored, scales,
+        rounding=lambda weight: of_fp8(options.entries, weight.stem),
+    )  # fmt: skip
 
 
 def _fbgemm_fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
@@ -135,7 +142,10 @@ def _fbgemm_fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
         return _scaled(weight, _per_row(weight, weight.name + "_scale"))
 
     skipped = options.get("modules_to_not_convert", None)
-    return Scheme("fbgemm_fp8", _chosen(model, skipped), recipe, ("*.input_scale_ub",))
+    rounding = of_fbgemm(options.entries)
+    return Scheme(
+        "fbgemm_fp8", _chosen(model, skipped), recipe, ("*.input_scale_ub",), rounding=lambda weight: rounding
+    )
 
 
 class _Scales(NamedTuple):
@@ -203,7 +213,13 @@ def _compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
         "*.v_scale",
     )  # fmt: skip
     scales = (*_KV_SCALES, "?_proj.output_scale")
-    return Scheme("compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored, scales)
+
+    def rounding(weight: Weight) -> Rounding:
+        return of_compressed_tensors(group_of(weight).get("input_activations"), weight.stem)
+
+    return Scheme(
+        "compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored, scales, rounding=rounding
+    )
 
 
 def _compressed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
@@ -314,7 +330,10 @@ def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
         return _one_by_one(model, weight, options.method, one)
 
     ignored = ("*.input_scale", "*.k_scale", "*.v_scale")
-    return Scheme("modelopt", lambda weight: algorithm(weight) is not None, recipe, ignored, _KV_SCALES)
+    return Scheme(
+        "modelopt", lambda weight: algorithm(weight) is not None, recipe, ignored, _KV_SCALES,
+        rounding=lambda weight: of_modelopt(algorithm(weight), weight.stem),
+    )  # fmt: skip
 
 
 def _listed(patterns: Sequence[str]) -> Callable[[str], bool]:

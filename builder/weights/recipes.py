@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from precast.builder.graph.context import KvScales
+from precast.builder.graph.rounding import NONE, Roundings
 from precast.builder.source.model_class import Unmade
 from precast.builder.weights.at_load import scheme as at_load_scheme
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
@@ -48,6 +49,7 @@ class ModelCheckpoint:
         self._whole = whole
         self._tied = _tied(model)
         self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation)
+        self._quantised: dict[str, Weight] = {}
 
     def recipes(self, names: Iterable[str]) -> dict[str, Recipe]:
         """The recipes of these entries of the state dict, and of those that they are tied to.
@@ -72,6 +74,13 @@ class ModelCheckpoint:
             return tuple(saved_name(self._model, f"{path}.{end}") for end in ends)
 
         return {path: KvScales(names(path, "k"), names(path, "v")) for path in layers}
+
+    def roundings(self) -> Roundings:
+        """How the inputs of layers are rounded whose weights `recipes` has made, where they are in few bits."""
+        if self._scheme is None:
+            return {}
+        made = {tensor: self._scheme.rounding(weight) for tensor, weight in self._quantised.items()}
+        return {tensor: rounding for tensor, rounding in made.items() if rounding != NONE}
 
     def known_names(self, used: Iterable[str] | None = None) -> Checkpoint:
         """The names that a checkpoint may hold beyond those that recipes read.
@@ -119,7 +128,11 @@ class ModelCheckpoint:
             return Read(name, shape, dtype)
         if self._scheme is None:
             return Read(name, shape)
-        return Cast(self._scheme.recipe(weight) if self._scheme.holds(weight) else Read(name, shape), dtype)
+        if not self._scheme.holds(weight):
+            return Cast(Read(name, shape), dtype)
+        recipe = self._scheme.recipe(weight)
+        self._quantised |= {read.tensor: weight for read in ir_recipes.each_leaf(recipe)}
+        return Cast(recipe, dtype)
 
     def _recipe(self, name: str, tensor: torch.Tensor) -> Recipe:
         made = self._converted.params.get(name)

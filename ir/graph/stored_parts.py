@@ -14,11 +14,12 @@ _WEIGHTS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({
 })  # fmt: skip
 """By op: the arguments that are stored values, and what the names of the other parts begin with."""
 
-_OTHERS = ("scales", "zeros", "groups", "global_scale")
+_OTHERS = ("scales", "zeros", "groups", "global_scale", "input_scale")
 
 
 class StoredPart(NamedTuple):
-    """A part of a weight: its format, its name among those of a `Dequantise`, and the name of the param of scales."""
+    """A part of a weight: its format, its name among those of a `Dequantise`, or `input_scale`, by which the layer's
+    input is divided, and the name of the param of scales."""
 
     format: str
     part: str

@@ -73,6 +73,6 @@ def checks(graph: Graph) -> Iterator[Check]:
         if part == "groups":
             count = params[scales].type.shape[groups_dim(format)]
             yield Check(name, tensors, param.type.dtype, count if isinstance(count, int) else None)
-        elif part in ("scales", "global_scale"):
+        elif part in ("scales", "global_scale", "input_scale"):
             divides = part == "global_scale" and format == "nvfp4_divided"
             yield Check(name, tensors, param.type.dtype, None, divides)

@@ -1,5 +1,6 @@
 """Quantised checkpoints in the folders that publishers have: built and loaded, with the logits of the same values in
-float32, and, bit for bit, with those of a bundle that dequantises them while it loads.
+float32, and, bit for bit, with those of a bundle that dequantises them while it loads. Inputs of layers stay as they
+are: `test_published_activations.py` has them rounded.
 """
 
 from __future__ import annotations
@@ -10,19 +11,32 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import families
 import pytest
 import quantised
 import torch
-from quantised import Stored, Tensors
+from quantised_checkpoints import (
+    SIZES,
+    Case,
+    Checkpoints,
+    blocks,
+    compressed,
+    compressed_fp8,
+    finer,
+    float8,
+    four_bits,
+    integers,
+    rows,
+    stored_integers,
+    write,
+)
 from reference import hf_logits, relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import precast
-from precast.builder.source.shrink import random_model
 from precast.check.shards import prove, prove_with_random_weights, unsharded
 from precast.ir.artifact import Bundle
 from precast.ir.errors import WeightsError
@@ -32,73 +46,6 @@ from precast.ir.weights.tensorfile import element_bytes
 from precast.loader.weights.stream import params_bytes
 
 PROMPT = [5, 9, 70, 33, 12, 88]
-
-Quantise = Callable[[str, torch.Tensor], Stored]
-
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "moe_intermediate_size": 64}
-"""Multiples of what formats store together, for each of four ranks."""
-
-
-class Case(NamedTuple):
-    """A checkpoint: its model, the file that says how it is quantised, what it says, and what weights become."""
-
-    family: str
-    entries: dict[str, Any]
-    quantise: Quantise
-    file: str = "config.json"
-    changes: dict[str, Any] = SIZES
-    dtype: str = "bfloat16"
-    """What the config says: that of scales, too."""
-    which: str = r".*\.layers\..*_proj\.weight"
-
-    @property
-    def worlds(self) -> list[tuple[int, int]]:
-        """Ranks, and parts of the experts, beside one rank alone; what lies in a block is never parted."""
-        if not self.changes:
-            return [(2, 1)]
-        if self.family == "gpt_oss":
-            return [(2, 1), (2, 2), (4, 2), (4, 4)]
-        return [(2, 1), (4, 1)] if self.family == "llama" else [(2, 1), (2, 2), (4, 1), (4, 2)]
-
-
-def compressed(format: str, **weights: Any) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups, "ignore": ["lm_head"]}
-
-
-def compressed_fp8(strategy: str, **weights: Any) -> dict[str, Any]:
-    return compressed("float-quantized", num_bits=8, type="float", strategy=strategy, symmetric=True, **weights)
-
-
-def integers(bits: int, strategy: str, *, symmetric: bool, actorder: str | None = None) -> dict[str, Any]:
-    size = {"group_size": 16} if strategy == "group" else {}
-    order = {} if actorder is None else {"actorder": actorder}
-    return {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": symmetric, **size, **order}
-
-
-def float8(suffix: str, block: tuple[int, int] | None, shape: Callable[[int, int], tuple[int, ...]]) -> Quantise:
-    return lambda name, weight: quantised.float8(name, weight, block, suffix, shape(*weight.shape))
-
-
-def stored_integers(bits: int, size: int | None, *, zeros: bool, order: bool = False, packed: bool = True) -> Quantise:
-    return lambda name, weight: quantised.integers(name, weight, bits, size, zeros=zeros, order=order, packed=packed)
-
-
-def four_bits(quantise: Callable[..., Stored], **options: Any) -> Quantise:
-    return lambda name, weight: quantise(name.removesuffix(".weight"), weight, 16, **options)
-
-
-def blocks(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // 32), -(-columns // 32)
-
-
-def finer(rows: int, columns: int) -> tuple[int, ...]:
-    return -(-rows // 16), -(-columns // 16)
-
-
-def rows(rows: int, columns: int) -> tuple[int, ...]:
-    return rows, 1
-
 
 MODELOPT = {
     "producer": {"name": "modelopt"},
@@ -211,40 +158,6 @@ CASES = {
 }  # fmt: skip
 
 
-class Checkpoints(NamedTuple):
-    """Folders of one model: its values in float32, and the quantised ones."""
-
-    plain: Path
-    stored: Path
-
-
-def write(case: Case, folder: Path) -> Checkpoints:
-    """A random model, of which each weight that `case.which` describes is quantised."""
-    plain, stored = folder / "plain", folder / "stored"
-    config = families.make_config(case.family)
-    for name, value in case.changes.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    torch.manual_seed(1)
-    random_model(config).save_pretrained(plain)
-    dense = load_file(plain / "model.safetensors")
-    files: Tensors = {}
-    for name, tensor in dense.items():
-        if re.fullmatch(case.which, name):
-            made, dense[name] = case.quantise(name, tensor)
-            files |= made
-        else:
-            files[name] = tensor
-    save_file({name: each.contiguous() for name, each in dense.items()}, plain / "model.safetensors", {"format": "pt"})
-    stored.mkdir()
-    save_file(files, stored / "model.safetensors")
-    written = json.loads((plain / "config.json").read_text()) | {"dtype": case.dtype}
-    (stored / case.file).write_text(json.dumps(case.entries))
-    both = written | {"quantization_config": case.entries} if case.file == "config.json" else written
-    (stored / "config.json").write_text(json.dumps(both))
-    return Checkpoints(plain, stored)
-
-
 def logits(bundle: Bundle, weights: Path) -> torch.Tensor:
     with precast.load(bundle.path, weights=weights, device="cpu", cache_bytes=1 << 20) as engine:
         return engine.logits(PROMPT)
@@ -265,7 +178,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     def make(case: str) -> Made:
         folder = tmp_path_factory.mktemp("case")
         checkpoints = write(CASES[case], folder)
-        return Made(checkpoints, precast.build(checkpoints.stored, folder / "kept", dtype="float32"))
+        bundle = precast.build(checkpoints.stored, folder / "kept", dtype="float32", activations="none")
+        return Made(checkpoints, bundle)
 
     return make
 
@@ -456,7 +370,8 @@ def test_a_load_takes_the_memory_that_the_checkpoint_has(case: str, tmp_path: Pa
     entries = {"quant_method": "modelopt"} | entries["quantization"] if "quantization" in entries else entries
     (tmp_path / "config.json").write_text(json.dumps(written | {"quantization_config": entries}))
 
-    graph = on_one_rank(precast.build(tmp_path, tmp_path / "b", dtype="bfloat16").graph)
+    built = precast.build(tmp_path, tmp_path / "b", dtype="bfloat16", activations="none")
+    graph = on_one_rank(built.graph)
 
     reads = {read.tensor: read for param in graph.params for read in recipes.each_leaf(param.recipe)}
     in_files = sum(math.prod(read.shape) * element_bytes(read.dtype or "bfloat16") for read in reads.values())

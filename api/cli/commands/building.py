@@ -30,6 +30,10 @@ MODEL = together(
     click.option(
         "--dequantise", is_flag=True, help="Read quantised weights as numbers of the model's dtype, all of them."
     ),
+    click.option(
+        "--activations", default="published", show_default=True,
+        help="Inputs of layers with quantised weights: rounded as the config says (published), or not (none).",
+    ),
     click.option("--quantise", metavar="FORMAT", help="Bring weights to 8 bits while they are read: fp8."),
     click.option(
         "--shard-plan", type=PATH, help="JSON file that says of params, by patterns of names, how they are split."

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
+from precast.builder.graph.rounding import NONE, Rounding, Roundings, rounding_of
 from precast.builder.passes.graph_pass import LoweredPass
 from precast.builder.shard.pipelines import pipelines
 from precast.builder.weights.at_load import exact
@@ -16,13 +18,17 @@ from precast.ir.graph.schema import (
     Arg,
     Block,
     Call,
+    Cast,
     Const,
     Dtype,
+    Expr,
     Graph,
     Items,
     Node,
     Param,
+    Read,
     Ref,
+    Reshape,
     ShardRow,
     TensorType,
     Tie,
@@ -34,6 +40,8 @@ from precast.ir.ops import table
 from precast.ir.ops.checks import WORLD
 from precast.ir.ops.op import OpDef
 
+Found = tuple[Kept, Stored, Rounding]
+"""A kept weight, its params, and how the input is rounded that it is multiplied with."""
 Place = tuple[str, str]
 """A block, empty for `main`, and the name of a weight there."""
 
@@ -52,17 +60,30 @@ class Dequantised(NamedTuple):
     reason: str
 
 
-def keep_quantised(graph: Graph, left: list[Dequantised] | None = None, scales: Dtype = "float32") -> Graph:
+class Unrounded(NamedTuple):
+    """A param in few bits, and why the input that it is multiplied with stays as it is, where it was to be rounded."""
+
+    param: str
+    reason: str
+
+
+def keep_quantised(
+    graph: Graph,
+    left: list[Dequantised | Unrounded] | None = None,
+    scales: Dtype = "float32",
+    roundings: Roundings = MappingProxyType({}),
+) -> Graph:
     """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts likewise, where the recipe of w says that a
     checkpoint stores it in few bits; the stored tensors become params of their own.
 
     What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. A weight that was to
     be quantised while it is read, and can't be kept so, is read as it is stored. `scales`: the type of scales that
-    formats with groups of inputs are published with.
+    formats with groups of inputs are published with. `roundings`: of the inputs of linear layers; where they are left
+    out, `left` gets the reason, too.
     """
-    weights = _Weights(graph, scales)
+    weights = _Weights(graph, scales, roundings)
     if left is not None:
-        left += weights.left()
+        left += [*weights.left(), *weights.unrounded()]
     made = weights.rewritten() if weights.kept else graph
     params = tuple(msgspec.structs.replace(param, recipe=exact(param.recipe)) for param in made.params)
     return made if params == made.params else msgspec.structs.replace(made, params=params)
@@ -74,13 +95,14 @@ KEEP_QUANTISED = LoweredPass("keep_quantised", 1, keep_quantised)
 class _Weights:
     """The quantised weights of a graph: which are kept, as what, and why others are not."""
 
-    def __init__(self, graph: Graph, scales: Dtype) -> None:
+    def __init__(self, graph: Graph, scales: Dtype, roundings: Roundings) -> None:
         self._graph = graph
         self._scales: Dtype = scales
+        self._roundings = roundings
         self._params = {param.name: param for param in graph.params if is_quantised(param.recipe)}
         self._bound = _bound(graph, self._params)
         self._reasons: dict[str, str] = {}
-        self.kept: dict[str, tuple[Kept, Stored]] = {}
+        self.kept: dict[str, Found] = {}
         self._keep()
         while self._drop():
             pass
@@ -91,6 +113,17 @@ class _Weights:
             if name not in self.kept:
                 yield Dequantised(name, self._reasons[name])
 
+    def unrounded(self) -> Iterator[Unrounded]:
+        """The weights whose inputs would be rounded, if this graph could say it."""
+        for name, param in self._params.items():
+            wanted = rounding_of(param.recipe, self._roundings)
+            if wanted != NONE and name not in self.kept:
+                yield Unrounded(name, "the weight is dequantised")
+            elif wanted != NONE and not _is_matrix(self.kept[name][0]):
+                yield Unrounded(name, "precast.quantised_experts takes inputs as they are")
+            elif wanted.reason:
+                yield Unrounded(name, wanted.reason)
+
     def _keep(self) -> None:
         """What recipes say, weight by weight."""
         tied = {param.recipe.param for param in self._graph.params if isinstance(param.recipe, Tie)}
@@ -99,7 +132,11 @@ class _Weights:
                 if name in tied:
                     raise Misfit("another param is tied to it")
                 found = kept(param.recipe, param.type.dtype)
-                self.kept[name] = found, stored(found, name, self._scales)
+                parts = stored(found, name, self._scales)
+                rounding = rounding_of(param.recipe, self._roundings) if _is_matrix(found) else NONE
+                if rounding.scale is not None:
+                    parts.params["input_scale"] = _input_scale(name, rounding.scale)
+                self.kept[name] = found, parts, rounding
             except Misfit as error:
                 self._reasons[name] = str(error)
 
@@ -144,7 +181,11 @@ class _Weights:
             graph,
             params=tuple(each for param in graph.params for each in self._parts(param)),
             blocks=tuple(map(self._block, graph.blocks)),
-            main=tuple(self._call(step) if isinstance(step, Call) else self._node("", step) for step in graph.main),
+            main=tuple(
+                each
+                for step in graph.main
+                for each in ((self._call(step),) if isinstance(step, Call) else self._nodes("", step))
+            ),
         )
         rows = tuple(map(self._row, graph.shards.rows))
         stages = pipelines(made) if graph.shards.pipelines else ()
@@ -153,7 +194,7 @@ class _Weights:
     def _parts(self, param: Param) -> Iterable[Param]:
         return self.kept[param.name][1].params.values() if param.name in self.kept else (param,)
 
-    def _at(self, function: str, name: str) -> tuple[Kept, Stored] | None:
+    def _at(self, function: str, name: str) -> Found | None:
         """What is kept in place of a weight of a function."""
         names = self._bound.get((function, name), ())
         return next((self.kept[each] for each in names if each in self.kept), None)
@@ -170,7 +211,7 @@ class _Weights:
         for value in block.params:
             types = self._types(block.name, value.name)
             params += [Value(name, kind) for name, kind in types.items()] or [value]
-        nodes = tuple(self._node(block.name, node) for node in block.nodes)
+        nodes = tuple(made for node in block.nodes for made in self._nodes(block.name, node))
         return msgspec.structs.replace(block, params=tuple(params), nodes=nodes)
 
     def _call(self, call: Call) -> Call:
@@ -181,26 +222,33 @@ class _Weights:
             args |= {_part_name(formal, part): _part_name(actual, part) for part in names}
         return msgspec.structs.replace(call, args=args)
 
-    def _node(self, function: str, node: Node) -> Node:
-        given: dict[str, tuple[str, Kept, Stored]] = {}
+    def _nodes(self, function: str, node: Node) -> tuple[Node, ...]:
+        """The node with what is kept in its weights' place, after one that bounds its input, where that is wanted."""
+        given: dict[str, tuple[str, *Found]] = {}
         for arg in _WEIGHTS.get(node.op, ()):
             value = node.args[arg]
             found = self._at(function, value.name) if isinstance(value, Ref) else None
             if isinstance(value, Ref) and found is not None:
                 given[arg] = value.name, *found
         if not given:
-            return node
+            return (node,)
         args: dict[str, Arg] = dict(node.args)
-        for arg, (name, whole, parts) in given.items():
+        bounds: list[Node] = []
+        for arg, (name, whole, parts, rounding) in given.items():
             args |= {_arg_name(node, arg, part): Ref(_part_name(name, part)) for part in parts.params}
             if parts.block is not None:
                 args[_arg_name(node, arg, "block")] = Items(tuple(map(Const, parts.block)))
             args["format"] = Const(whole.format)
             if whole.zero_offset:
                 args["zero_offset"] = Const(whole.zero_offset)
+            if rounding.activation != "none":
+                args["activation"] = Const(rounding.activation)
+            if rounding.bound is not None:
+                bounds.append(_bounded(node, whole.shape[-1], rounding.bound))
+                args["input"] = Ref(bounds[-1].outputs[0].name)
         op = _FORMS[node.op]
         left_out = {each.name: Const(None) for each in _definition(op).args if not each.has_default}
-        return Node(op, left_out | args, node.outputs)
+        return *bounds, Node(op, left_out | args, node.outputs)
 
     def _row(self, row: ShardRow) -> ShardRow:
         """With the parts of its weights: all of them, or, of weights that are split, those that are split, too."""
@@ -231,10 +279,29 @@ def _is_split(kind: TensorType) -> bool:
     return any(free_symbols(size) & WORLD for size in kind.shape)
 
 
-def _form(whole: Kept, parts: Stored) -> tuple[object, ...]:
+def _form(whole: Kept, parts: Stored, rounding: Rounding) -> tuple[object, ...]:
     """What the node and the types say of a kept weight."""
     types = tuple((name, param.type) for name, param in parts.params.items())
-    return whole.format, whole.zero_offset, parts.block, types
+    return whole.format, whole.zero_offset, parts.block, types, rounding.kind
+
+
+def _is_matrix(whole: Kept) -> bool:
+    """Whether it is of a linear layer, not of experts."""
+    return len(whole.shape) == 2
+
+
+def _input_scale(weight: str, stored: Read) -> Param:
+    """The one scale by which a linear layer's input is divided."""
+    recipe = Cast(stored if stored.shape == (1,) else Reshape(stored, (1,)), "float32")
+    return Param(_part_name(weight, "input_scale"), TensorType("float32", (1,)), recipe)
+
+
+def _bounded(node: Node, inputs: Expr, bound: float) -> Node:
+    """The input of a linear layer, with magnitudes of at most `bound`."""
+    (result,) = node.outputs
+    kind = TensorType(result.type.dtype, (*result.type.shape[:-1], inputs))
+    args: dict[str, Arg] = {"self": node.args["input"], "min": Const(-bound), "max": Const(bound)}
+    return Node("aten.clamp.default", args, (Value(f"{result.name}_input", kind),))
 
 
 def _bound(graph: Graph, params: Mapping[str, Param]) -> dict[Place, list[str]]:

@@ -10,6 +10,7 @@ import torch
 
 from precast.builder.graph.context import FxGraph, FxNode, PassContext, tensor
 from precast.builder.graph.nodes import argument, layer_of, placeholder
+from precast.builder.graph.rounding import rounding_of
 from precast.builder.passes.graph_pass import graph_pass, node_pass, one_spelling_of_views
 from precast.builder.weights.kept import fit_together
 from precast.ir.graph.schema import Cast, Concat, Recipe, Reshape, Slice, Transpose
@@ -68,12 +69,15 @@ def fusible(nodes: Sequence[FxNode], ctx: PassContext) -> bool:
 
 
 def are_stored_alike(nodes: Sequence[FxNode], ctx: PassContext) -> bool:
-    """Whether the weights of these products, joined, can be kept as a checkpoint stores them."""
+    """Whether the weights of these products, joined, can be kept as a checkpoint stores them, and their inputs are
+    rounded alike."""
     weights = [node.args[1] for node in nodes]
     if ctx.options.dequantise or not all(map(ctx.is_param, weights)):
         return True
     dtype = str(tensor(weights[0]).dtype).removeprefix("torch.")
-    return fit_together([ctx.params[weight.name].recipe for weight in weights], dtype)  # type: ignore[arg-type]
+    recipes = [ctx.params[weight.name].recipe for weight in weights]
+    one_input = len({rounding_of(recipe, ctx.roundings) for recipe in recipes}) == 1
+    return one_input and fit_together(recipes, dtype)  # type: ignore[arg-type]
 
 
 def fuse(ctx: PassContext, nodes: Sequence[FxNode]) -> FxNode:

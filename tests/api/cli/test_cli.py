@@ -147,6 +147,27 @@ def test_build_keeps_what_is_quantised(
     assert set(json.loads(result.stdout)["weights_bytes"]) == dtypes
 
 
+@pytest.mark.parametrize(("options", "activations"), [((), "fp8_token"), (("--activations", "none"), "none")])
+def test_build_rounds_inputs_as_the_config_says(
+    options: tuple[str, ...], activations: str, tmp_path: Path, command: Command
+) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    entries = {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+    (tmp_path / "config.json").write_text(json.dumps(config | entries))
+
+    result = command("build", tmp_path, "-o", tmp_path / "b", *options, "--json")
+
+    assert set(json.loads(result.stdout)["activations"]) == {activations}
+
+
+def test_build_names_the_choices_of_activations(tmp_path: Path, command: Command) -> None:
+    result = command("build", MODEL, "-o", tmp_path / "b", "--activations", "fp8", "--json")
+
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert error["message"] == "--activations fp8: this is not known, expected published or none"
+
+
 def test_build_names_the_kv_dtypes_that_it_knows(tmp_path: Path, command: Command) -> None:
     result = command("build", MODEL, "-o", tmp_path / "b", "--kv-dtype", "fp8_e5m2", "--json")
 

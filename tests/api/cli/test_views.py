@@ -53,7 +53,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
     assert set(fields) == {
         "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
-        "precast_share", "weights_bytes", "activation_bytes", "provenance", "attached",
+        "precast_share", "weights_bytes", "activations", "activation_bytes", "provenance", "attached",
     }  # fmt: skip
     assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
     assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
@@ -105,7 +105,7 @@ def test_what_a_build_noted_has_rows_of_its_own(notes: object, rows: list[str], 
         (["a"], [], "python 3, dequantised ['a']"),
     ],
 )
-@pytest.mark.parametrize("kind", ["dequantised", "not quantised"])
+@pytest.mark.parametrize("kind", ["dequantised", "not quantised", "inputs not rounded"])
 def test_what_is_dequantised_has_rows_with_the_reason(
     kind: str, left: object, rows: list[str], others: str, bundle: Path
 ) -> None:

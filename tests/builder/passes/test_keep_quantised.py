@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from graph_text import parse_graph
 
-from precast.builder.passes.lower.keep_quantised import Dequantised, keep_quantised
-from precast.ir.graph.schema import Graph
-from precast.ir.graph.text import format_graph, format_recipe, format_step
+from precast.builder.graph.rounding import Rounding
+from precast.builder.passes.lower.keep_quantised import Dequantised, Unrounded, keep_quantised
+from precast.ir.graph.schema import Graph, Read
+from precast.ir.graph.text import format_graph, format_recipe, format_step, format_type
 from precast.ir.verify.verifier import verify
 
 
@@ -66,6 +67,70 @@ def test_a_linear_layer_takes_what_is_stored() -> None:
         "b": ("bfloat16", 'read("b", [6], bfloat16)'),
     }
     assert left == []
+
+
+LINEAR = "%y = aten.linear.default(input=%x, weight=%w) return y=%y"
+
+
+def rounded(rounding: Rounding, recipe: str = fp8("w", 6, 16)) -> tuple[Graph, list[Dequantised | Unrounded]]:
+    left: list[Dequantised | Unrounded] = []
+    before = graph({"w": f"[6, 16] = {recipe}"}, LINEAR)
+    after = keep_quantised(before, left, roundings={"w": rounding})
+    assert verify(after) == verify(before)
+    return after, left
+
+
+def test_the_input_of_a_linear_layer_is_rounded() -> None:
+    after, left = rounded(Rounding("fp8_token"))
+
+    assert [format_step(step) for step in after.main] == [
+        "%y: bfloat16[1, T, 6] = precast.quantised_linear@1(input=%x, weight=%w, scales=%w.scales,"
+        ' format="fp8", block=[6, 16], activation="fp8_token")'
+    ]
+    assert left == []
+
+
+@pytest.mark.parametrize(("shape", "recipe"), [((1,), 'read("i", [1])'), ((), 'reshape(read("i", []), [1])')])
+def test_the_input_is_rounded_by_the_checkpoint_s_scale(shape: tuple[int, ...], recipe: str) -> None:
+    after, _ = rounded(Rounding("fp8_tensor", Read("i", shape)))
+
+    assert [format_step(step) for step in after.main] == [
+        "%y: bfloat16[1, T, 6] = precast.quantised_linear@1(input=%x, weight=%w, scales=%w.scales,"
+        ' input_scale=%w.input_scale, format="fp8", block=[6, 16], activation="fp8_tensor")'
+    ]
+    (scale,) = [param for param in after.params if param.name == "w.input_scale"]
+    assert (format_type(scale.type), format_recipe(scale.recipe)) == ("float32[1]", f"cast({recipe}, float32)")
+
+
+def test_the_input_is_bounded_first() -> None:
+    after, _ = rounded(Rounding("fp8_token", bound=1200.0))
+
+    assert [format_step(step) for step in after.main] == [
+        "%y_input: bfloat16[1, T, 16] = aten.clamp.default@1(self=%x, min=-1200.0, max=1200.0)",
+        "%y: bfloat16[1, T, 6] = precast.quantised_linear@1(input=%y_input, weight=%w, scales=%w.scales,"
+        ' format="fp8", block=[6, 16], activation="fp8_token")',
+    ]
+
+
+def test_an_input_that_is_not_rounded_has_a_reason() -> None:
+    after, left = rounded(Rounding(reason="it is not known"))
+
+    assert "activation" not in format_graph(after)
+    assert left == [Unrounded("w", "it is not known")]
+
+
+def test_layers_of_a_block_whose_inputs_are_rounded_in_other_ways() -> None:
+    before = graph({name: f"[16, 16] = {fp8(name, 16, 16, (2, 2))}" for name in ("v", "w")}, CALLS, BLOCK)
+    left: list[Dequantised | Unrounded] = []
+
+    after = keep_quantised(before, left, roundings={"v": Rounding("fp8_token"), "w": Rounding("int8_token")})
+
+    assert after == before
+    reason = "the layers that share its block store it in other ways"
+    assert left == [
+        Dequantised("v", reason), Dequantised("w", reason),
+        Unrounded("v", "the weight is dequantised"), Unrounded("w", "the weight is dequantised"),
+    ]  # fmt: skip
 
 
 BLOCK = """block b {

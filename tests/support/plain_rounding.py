@@ -1,0 +1,60 @@
+"""How inputs of linear layers are rounded, as those who publish quantised checkpoints define it: in plain PyTorch, and
+in float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+"""Of an input [..., I]."""
+FLOAT8_MAX = 448.0
+
+
+def float8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """compressed-tensors' `quantize` and `dequantize` (`quantization/lifecycle/forward.py`) for numbers of 8 bits."""
+    return (x / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
+def float8_tokens(x: torch.Tensor, bound: float = math.inf) -> torch.Tensor:
+    """compressed-tensors' `calculate_qparams` for tokens: amax over half of the range of float8_e4m3fn. With a bound,
+    FBGEMM's `quantize_fp8_per_row`: amax is cut to `scale_ub`."""
+    return float8(x, x.abs().amax(-1, keepdim=True).clamp(max=bound) / FLOAT8_MAX)
+
+
+def float8_groups(x: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V3's `act_quant` (`inference/kernel.py`): amax / 448 of each 128 neighbours of a row."""
+    return torch.cat([float8_tokens(group) for group in x.split(128, -1)], -1)
+
+
+def int8_tokens(x: torch.Tensor) -> torch.Tensor:
+    """vLLM's `dynamic_scaled_int8_quant` (`csrc/quantization/w8a8/int8/scaled_quant.cu`): amax / 127 of each token, to
+    the nearest integer, ties to even."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def in_parts(rounding: Rounding, count: int) -> Rounding:
+    """Of an input that so many ranks have parts of: each rounds its own."""
+    return lambda x: torch.cat([rounding(part) for part in x.chunk(count, -1)], -1)
+
+
+def round_inputs(model: Any, which: str, rounding: Callable[[str], Rounding]) -> None:
+    """Let the linear layers whose weights `which` describes round their inputs; `rounding`: by the layer's name."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and re.fullmatch(which, f"{name}.weight"):
+            layer.register_forward_pre_hook(functools.partial(_rounded, rounding(name)))
+
+
+def _rounded(rounding: Rounding, layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (rounding(inputs[0].float()),)
+
+
+def static(scales: Mapping[str, torch.Tensor], suffix: str) -> Callable[[str], Rounding]:
+    """By the scale that the checkpoint has beside the weight of each layer."""
+    return lambda name: functools.partial(float8, scale=scales[name + suffix])
