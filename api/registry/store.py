@@ -208,6 +208,9 @@ class Store:
                     return False
                 if not _is_at(fd, part):
                     continue  # it was finished, or removed, between our two steps
+                if self.has(digest, size):  # it was finished before we made a file for it
+                    os.unlink(part)
+                    return False
                 fetch(file)
                 os.replace(part, target)
                 return True

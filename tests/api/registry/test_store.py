@@ -16,6 +16,7 @@ from fake_registry import FakeRegistry
 
 from examples import write_tiny
 from precast.ir.artifact import Bundle
+from precast.ir.bundle import oci
 from precast.ir.errors import BundleError, PrecastError
 from precast.registry.pull import pull, write_out
 from precast.registry.push import push
@@ -325,6 +326,28 @@ def test_pulls_at_once_fetch_each_blob_once(
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0, 0, 0, 0] 1 ()"
     assert registry.count("GET", tiny.layers[0].digest) == 1
+
+
+def test_a_blob_that_comes_between_the_question_for_it_and_the_lock(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"a blob"
+    digest = oci.digest_of(data)
+    real, asked = store.has, []
+
+    def has(digest: str, size: int) -> bool:
+        asked.append(real(digest, size))
+        if len(asked) == 1:
+            Store(store.path).put(data)
+        return asked[-1]
+
+    with store.writing():
+        monkeypatch.setattr(store, "has", has)
+        fetched = store.receive(digest, len(data), lambda file: pytest.fail("it was fetched again"))
+
+    assert (fetched, asked) == (False, [False, True])
+    assert sorted(file.name for file in store.path.rglob("*") if file.is_file()) == [digest[len("sha256:") :], "lock"]
+    assert store.blob(digest).read_bytes() == data
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
