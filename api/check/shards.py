@@ -129,9 +129,10 @@ def prove(
     those of the bundle. With `dp` as many as `tp`, each rank has some of the sequences, and perhaps none.
 
     The graph should be one of float32: the error is that of sums in another order. Inputs of layers stay as they are,
-    also those that the graph rounds to few bits. `alone` is `unsharded`, if that is
-    known. Raises RequestError for a world that the bundle excludes, what loading raises, and RuntimeError where the
-    ranks don't call the same collectives.
+    also those that the graph rounds to few bits. `alone` is `unsharded`, if that is known.
+
+    Raises RequestError for a world that the bundle excludes, what loading raises, and RuntimeError where the ranks
+    don't call the same collectives.
     """
     model = _Model.open(bundle, weights)
     expected = _compute(model, _placement(0, 1, 1), {}) if alone is None else alone

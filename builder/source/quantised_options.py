@@ -293,8 +293,9 @@ def _only_weights(value: Any) -> bool:
     if not value or not isinstance(groups, Mapping):
         return not value
     applied = [each.get("apply") if isinstance(each, Mapping) else None for each in groups.values()]
-    places = [at.get("location") if isinstance(at, Mapping) else None for each in applied for at in each or [None]]
-    return bool(places) and set(places) <= {"weight_input", "weight_output"}
+    listed = [at for each in applied for at in (each if isinstance(each, list) else [None])]
+    places = [at.get("location") if isinstance(at, Mapping) else None for at in listed]
+    return bool(places) and all(place in ("weight_input", "weight_output") for place in places)
 
 
 _LAYER = {"quant_algo", "group_size"}

@@ -496,6 +496,11 @@ def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any])
         ),
         ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
         ({**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": []}}}}, "transform_config = "),
+        ({**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": 5}}}}, "transform_config = "),
+        (
+            {**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": [{"location": []}]}}}},
+            "transform_config = ",
+        ),
         ({**compressed("channel"), "transform_config": rotated("weight_input", "input")}, "transform_config = "),
         ({**compressed("channel"), "transform_config": rotated("k_cache")}, "transform_config = "),
         ({"quant_method": "mxfp4"}, "model type llama"),
