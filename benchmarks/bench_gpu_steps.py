@@ -10,7 +10,6 @@ tokens are those of the eager engine. Shapes are published ones with random weig
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 import traceback
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from support import harness, shapes
 from support.random_model import RandomModel, collect
+from support.served_steps import decoding, end, prefill, prompts
 
 import precast
 from precast.ir.artifact import Bundle
@@ -27,7 +27,7 @@ from precast.loader.sizing import EngineLimits
 
 SHAPES = ("llama-3.1-8b", "gemma-3-12b", "qwen3-30b-a3b-half")
 BATCHES = (1, 8, 64, 256)
-PROMPT_TOKENS, STEPS = 128, 48
+STEPS = 48
 LIMITS = EngineLimits(256, 8192, 8192, 24 << 30)
 
 
@@ -64,12 +64,6 @@ def measure(bundle: Bundle) -> dict[str, Any]:
     return found
 
 
-def prompts(count: int, length: int) -> list[list[int]]:
-    """Token ids, the same in every run."""
-    draw = random.Random(count)
-    return [[draw.randrange(5, 100_000) for _ in range(length)] for _ in range(count)]
-
-
 def greedy_tokens(engine: Any) -> list[list[int]]:
     """Answers to prompts of unequal length that run together."""
     asked = [prompt[: 5 + 31 * i] for i, prompt in enumerate(prompts(8, 300))]
@@ -79,13 +73,7 @@ def greedy_tokens(engine: Any) -> list[list[int]]:
 
 def decode(engine: Any, count: int) -> dict[str, float]:
     """Milliseconds a step of `count` sequences that decode: as served, and of these the host's own."""
-    # None ends while others still wait or are measured.
-    params = precast.SamplingParams(max_tokens=1000, ignore_eos=True)
-    numbers = [engine.submit(prompt, params) for prompt in prompts(count, PROMPT_TOKENS)]
-    while engine.stats.tokens_decoded == 0 or engine._scheduler._chunked or engine._scheduler.num_waiting:
-        engine.step()
-    for _ in range(4):
-        engine.step()
+    numbers = decoding(engine, count)
     waited = 0.0
     collect = engine._runner.collect
 
@@ -107,10 +95,7 @@ def decode(engine: Any, count: int) -> dict[str, float]:
     del engine._runner.collect
     spent = waited / (8 * len(times))
     alone = replay_ms(engine, count)  # over the inputs of the last step: it writes again what that wrote
-    for number in numbers:
-        engine.cancel(number)
-    while engine.has_work:
-        engine.step()
+    end(engine, numbers)
     served = statistics.median(times)
     found = {"ms": round(1000 * served, 3), "host_ms": round(1000 * (statistics.mean(times) - spent), 3)}
     return found if alone is None else found | {"graph_alone_ms": alone, "ratio": round(1000 * served / alone, 3)}
@@ -137,21 +122,6 @@ def replay_ms(engine: Any, count: int) -> float | None:
         last.synchronize()
         times.append(first.elapsed_time(last) / 8)
     return round(statistics.median(times), 3)
-
-
-def prefill(engine: Any, count: int, length: int, runs: int = 3) -> float:
-    """Tokens a second, of `count` prompts that are computed together."""
-    rates = []
-    for run in range(runs):
-        engine.forget_prefixes()
-        for prompt in prompts(count + 100 * run, length)[:count]:
-            engine.submit(prompt, precast.SamplingParams(max_tokens=1))
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        while engine.has_work:
-            engine.step()
-        rates.append(count * length / (time.perf_counter() - started))
-    return round(statistics.median(rates), 1)
 
 
 def main() -> None:

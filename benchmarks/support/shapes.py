@@ -177,6 +177,41 @@ SHAPES |= {
 }  # fmt: skip
 
 
+_COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "ignore": ["lm_head"], "kv_cache_scheme": None}
+
+SHAPES |= {
+    # Of these the publishers' own spellings.
+    "llama-3.1-8b-fp8": {
+        **SHAPES["llama-3.1-8b"],
+        "quantization_config": {
+            **_COMPRESSED, "format": "float-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True,
+                                      "dynamic": True},
+            }},
+        },
+    },
+    "llama-3.1-8b-fp8-blocks": {
+        **SHAPES["llama-3.1-8b"],
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        },
+    },
+    "llama-3.1-8b-int4": {
+        **SHAPES["llama-3.1-8b"],
+        "quantization_config": {
+            **_COMPRESSED, "format": "pack-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"], "input_activations": None,
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True,
+                            "dynamic": False},
+            }},
+        },
+    },
+    "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-120b"], "num_hidden_layers": 24, "num_local_experts": 32},
+}  # fmt: skip
+
+
 def write_config(shape: str, folder: Path) -> Path:
     """A model directory that holds the shape's `config.json` and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)

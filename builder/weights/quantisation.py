@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from precast.builder.graph.rounding import NONE, Rounding
 from precast.builder.source.quantised_options import Quantised, check_options, refuse, stored_as
@@ -101,12 +100,25 @@ def _chosen(
     """
     in_float32 = list(model._keep_in_fp32_modules or ())
     patterns = HfQuantizer.get_modules_to_not_convert(model, skipped, in_float32, add_default_skips=default_too)
+    is_kept = kept_by(patterns)
 
     def holds(weight: Weight) -> bool:
-        kept = (weight.module, weight.stem)
-        return _linear(model, weight) and all(should_convert_module(name, patterns) for name in kept)
+        return _linear(model, weight) and not is_kept(weight.module) and not is_kept(weight.stem)
 
     return holds
+
+
+def kept_by(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a module of a name is not quantised: what transformers' `should_convert_module` denies.
+
+    A pattern is the name's end, or a regular expression for its beginning, up to where a part of it begins or ends. All
+    are compiled as one: a checkpoint of experts may list hundreds, and has tens of thousands of weights.
+    """
+    if not patterns:
+        return lambda name: False
+    ends = tuple(patterns)
+    begins = re.compile(rf"(?:{'|'.join(f'(?:{each})' for each in patterns)})(?:(?<=\.)|(?=\.|$))")
+    return lambda name: name.endswith(ends) or begins.match(name) is not None
 
 
 def unskipped(model: PreTrainedModel) -> Callable[[Weight], bool]:

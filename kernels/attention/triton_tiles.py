@@ -20,8 +20,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton_write_kv import scales_of
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 SEQUENCES = tl.constexpr(512)
 """Sequences that a program looks at together, to find the one that it works for."""
@@ -282,7 +280,11 @@ def sums_of(  # type: ignore[no-untyped-def]
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + head, mask=row_mask, other=0.0)
-    k_scale, v_scale = scales_of(k_scale_ptr, v_scale_ptr)
+    k_scale = k_scale_ptr
+    v_scale = v_scale_ptr
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr)
+        v_scale = tl.load(v_scale_ptr)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     k_ptr += kv_head.to(tl.int64) * k_stride_h
     v_ptr += kv_head.to(tl.int64) * v_stride_h

@@ -21,15 +21,6 @@ def rounded(x, scale, dtype: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def scales_of(k_scale_ptr, v_scale_ptr):  # type: ignore[no-untyped-def]
-    """What keys and values of a cache are divided by; None without them."""
-    if k_scale_ptr is None:
-        return None, None
-    else:
-        return tl.load(k_scale_ptr), tl.load(v_scale_ptr)
-
-
-@triton.jit
 def write_kv_kernel(  # type: ignore[no-untyped-def]
     k_ptr,
     v_ptr,
@@ -68,7 +59,11 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
         return
     page = slot // PAGE_SIZE
     offset = slot % PAGE_SIZE
-    k_scale, v_scale = scales_of(k_scale_ptr, v_scale_ptr)
+    k_scale = k_scale_ptr
+    v_scale = v_scale_ptr
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr)
+        v_scale = tl.load(v_scale_ptr)
 
     d = tl.arange(0, BLOCK_D)
     k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + d * k_stride_d, mask=d < SIZE)

@@ -21,6 +21,11 @@ _LARGEST = torch.finfo(FLOAT8).max
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
+def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """`x / number`, rounded once on every device: by a plain number, GPUs multiply with its inverse."""
+    return x / x.new_full((), number)
+
+
 def quantised(x: torch.Tensor, part: Literal["values", "scales"], block: tuple[int, int]) -> torch.Tensor:
     """Of matrices `x` [.., R, C] of any floating type the `values` [.., R, C] in float8_e4m3fn, or the `scales`
     [.., ceil(R / b0), ceil(C / b1)] in float32; `block` is (b0, b1). Blocks at the ends may be smaller. Contiguous."""
@@ -28,7 +33,7 @@ def quantised(x: torch.Tensor, part: Literal["values", "scales"], block: tuple[i
     b0, b1 = min(block[0], max(rows, 1)), min(block[1], max(columns, 1))
     wide = functional.pad(x.to(torch.float32), (0, -columns % b1, 0, -rows % b0))
     blocks = wide.unflatten(-1, (-1, b1)).unflatten(-3, (-1, b0))  # [.., R / b0, b0, C / b1, b1]
-    scales = (blocks.abs().amax((-3, -1)) / _LARGEST).clamp(min=_LEAST_SCALE)
+    scales = divided(blocks.abs().amax((-3, -1)), _LARGEST).clamp(min=_LEAST_SCALE)
     if part == "scales":
         return scales
     values = (blocks / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)

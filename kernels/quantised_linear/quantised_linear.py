@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from precast.kernels.calls import implements
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
+from precast.kernels.dequantise.quantise import divided
 from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import PRODUCT, OpSpec
 
@@ -58,12 +59,12 @@ def quantise_input(x: torch.Tensor, activation: str, input_scale: torch.Tensor |
         assert input_scale is not None
         return _fp8(x, input_scale.to(x.dtype))
     if activation == "fp8_token":
-        return _fp8(x, _largest(x) / FP8_MAX)
+        return _fp8(x, divided(_largest(x), FP8_MAX))
     if activation == "fp8_group":
         groups = functional.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-        return _fp8(groups, _largest(groups) / FP8_MAX).flatten(-2)[..., : x.shape[-1]]
+        return _fp8(groups, divided(_largest(groups), FP8_MAX)).flatten(-2)[..., : x.shape[-1]]
     if activation == "int8_token":
-        scale = _largest(x) / INT8_MAX
+        scale = divided(_largest(x), INT8_MAX)
         return (x / _divisor(scale)).round().clamp(-INT8_MAX - 1, INT8_MAX) * scale
     raise ValueError(f"activation: expected none, fp8_token, fp8_group, fp8_tensor or int8_token, found {activation!r}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.attention.triton_write_kv import rounded, scales_of
+from precast.kernels.attention.triton_write_kv import rounded
 from precast.kernels.rms_norm.triton import scale_of, scaled
 from precast.kernels.rotary.triton import turned
 from precast.kernels.triton_chain import let_next_begin, wait_for_previous
@@ -159,7 +159,11 @@ def rotary_write_kv_kernel(  # type: ignore[no-untyped-def]
             k_ptr + token * k_stride_t + head * k_stride_h, is_head, k_stride_d, k_weight_ptr, k_weight_stride,
             cos, sin, eps, SIZE, PAIRS, INTERLEAVED, HAS_NORM, OFFSET, CAST_BEFORE_SCALE, BLOCK_R, BLOCK_REST,
         )  # fmt: skip
-        k_scale, v_scale = scales_of(k_scale_ptr, v_scale_ptr)
+        k_scale = k_scale_ptr
+        v_scale = v_scale_ptr
+        if k_scale_ptr is not None:
+            k_scale = tl.load(k_scale_ptr)
+            v_scale = tl.load(v_scale_ptr)
         dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
         keys = k_cache_ptr + page * k_cache_stride_p + offset * k_cache_stride_s + head * k_cache_stride_h
         tl.store(keys + first * k_cache_stride_d, rounded(a, k_scale, dtype, LIMIT), mask=is_written & (r < PAIRS))

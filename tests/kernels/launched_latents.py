@@ -113,7 +113,7 @@ def test_a_prompt_in_parts_is_the_prompt_at_once(same: Same) -> None:
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
     [(torch.float32, None), (torch.float16, FLOAT8)] if IS_INTERPRETED
-    else itertools.product([torch.float32, *HALVES], [None, FLOAT8]), ids=str,
+    else list(itertools.product([torch.float32, *HALVES], [None, FLOAT8])), ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("heads", [16] if IS_INTERPRETED else [1, 16, 20, 128])
 @each_paged

@@ -163,7 +163,7 @@ def test_parts_of_what_is_selected(count: int, sinks: bool, same: Same) -> None:
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
     [(torch.float32, None), (torch.float16, FLOAT8)] if IS_INTERPRETED
-    else itertools.product([torch.float32, *HALVES], [None, FLOAT8]), ids=str,
+    else list(itertools.product([torch.float32, *HALVES], [None, FLOAT8])), ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("heads", [16] if IS_INTERPRETED else [1, 16, 20, 128])
 def test_sizes_of_deepseek(heads: int, dtype: torch.dtype, cache_dtype: torch.dtype | None, same: Same) -> None:

@@ -36,9 +36,9 @@ def sample_of(op: str, step: str, device: torch.device) -> Sample:
     draw = Draw(torch.bfloat16, device, seed=list(STEPS).index(step))
     if op == "paged_latent_attention":
         return with_pages(latent_step(draw, step, **CASES[op]))
-    if "select" in op or "sparse" in op:
+    if op in ("paged_select_keys", "paged_sparse_latent_attention"):
         select, attend = sparse_steps(draw, step, **CASES[op])
-        return with_pages(select if "select" in op else attend)
+        return with_pages(select if op == "paged_select_keys" else attend)
     return stateful_step(op.removeprefix("stateful_"), draw, step, **CASES[op])
 
 

@@ -4,6 +4,7 @@ for compute capability 9.0 within its shared memory. With a GPU, `test_specs.py`
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from compiled_launches import compiled as compiled_on_hopper
 from compiled_launches import stack_bytes
 from fused_cases import CASES, Case, node_of
 
+import precast.kernels
 from precast.ir.graph.schema import Const, Dtype, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add, evaluate
 from precast.kernels.attention.launches import SMALL_STEP, Tile, hopper_launch
@@ -58,6 +60,24 @@ def test_kernels_are_the_references_on_a_gpu(file: str) -> None:
     run = results_of(file, "0", "-n", "4", "--dist", "worksteal")  # most of the time is the compiler's
 
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_no_function_of_triton_returns_none_beside_something_else() -> None:
+    """Triton 3.6, which torch 2.11 comes with, makes a tensor of all that is returned."""
+    found = []
+    for file in Path(precast.kernels.__path__[0]).rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef) and "triton.jit" in map(ast.unparse, function.decorator_list):
+                returned = [each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value]
+                nothing = [
+                    each
+                    for value in returned
+                    for each in (value.elts if isinstance(value, ast.Tuple) else [value])
+                    if isinstance(each, ast.Constant) and each.value is None
+                ]
+                found += [f"{file.name}, {function.name}"] if nothing else []
+
+    assert found == []
 
 
 def results_of(file: str, interpret: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -284,8 +284,9 @@ def _quantised_product(sequences: Sequences, dtype: torch.dtype, make: Callable[
     return quantised.call(draw.normal(1, _tokens(sequences), 512), make(draw, 1024, 512))
 
 
-def _embedded(sequences: Sequences, dtype: torch.dtype) -> Sample:
-    return {"ids": torch.randint(0, 50, (1, _tokens(sequences))), "weight": _normal(dtype, 50, 512), "scale": 2.0}
+def _embedded(sequences: Sequences, dtype: torch.dtype, **how: Any) -> Sample:
+    ids = torch.randint(0, 50, (1, _tokens(sequences)))
+    return {"ids": ids, "weight": _normal(dtype, 50, 512), "scale": 2.0, **how}
 
 
 def _tables(sequences: Sequences, dtype: torch.dtype) -> Sample:
@@ -361,9 +362,9 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "index keys": ("write_index_keys", _index_keys, {}, 1.25),
     "index keys, 8 bits": ("write_index_keys", _index_keys, FLOAT8, 1.25),
     "select keys": ("paged_select_keys", _scored_pages, {}, 2.0),
-    "select keys, without a cache": ("select_keys", _scored, {}, 2.0),
+    "select keys, without a cache": ("select_keys", _scored, {}, 2.5),
     "sparse attention": ("paged_sparse_latent_attention", partial(_selected, _latent_attention), {}, 2.0),
-    "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 2.0),
+    "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 2.5),
     "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
     "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
     "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),

@@ -13,10 +13,12 @@ from quantised import Stored
 from reference import evaluate
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from precast.builder.capture.factory import make_module
 from precast.builder.source.quantised_options import quantisation_of, unquantised
 from precast.builder.source.shrink import random_model, shrink
+from precast.builder.weights.quantisation import kept_by
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Graph, Param, TensorType, Tie
@@ -176,6 +178,24 @@ def test_modules_that_are_left_as_they_are(tmp_path: Path) -> None:
         )
 
     check(config, entries, quantise, tmp_path)
+
+
+NAMES = (
+    "lm_head", "model.layers.1.mlp", "model.layers.11.mlp", "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj",
+    "model.decoder.layers.23.fc1", "layer", "layer.1.attn", "mlp.gate", "", "xlm_head",
+)  # fmt: skip
+PATTERNS = (
+    "lm_head", "model.layers.1", "model.layers.*", r"model\.layers\.\d+\.mlp.gate", "fc1", "layer.", "mlp.gate",
+    "a|layer", "gate_proj", ".*gate", "",
+)  # fmt: skip
+
+
+def test_patterns_keep_what_transformers_keeps() -> None:
+    lists = [[one] for one in PATTERNS] + [[one, other] for one in PATTERNS for other in PATTERNS] + [[*PATTERNS], []]
+    for patterns in lists:
+        is_kept = kept_by(patterns)
+        expected = {name: not should_convert_module(name, patterns) for name in NAMES}
+        assert {name: is_kept(name) for name in NAMES} == expected, patterns
 
 
 def test_an_expert_that_is_left_as_it_is(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from precast.kernels import step_memory
 from precast.kernels.choices import resolve
 from precast.kernels.registry import target_of
 from precast.kernels.use import Use
+from precast.loader.placement import bind_world, place
 from precast.loader.program.restore import Program
 
 NUM_PAGES = 200
@@ -79,7 +80,8 @@ def graph_of(built: dict[tuple[str, str], Graph], folder: Path, family: str, dty
 
     if (family, dtype) not in built:
         config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family]})
-        built[family, dtype] = precast.build(config, folder / "b", dtype=dtype).graph
+        graph = precast.build(config, folder / "b", dtype=dtype).graph
+        built[family, dtype] = bind_world(graph, place("cuda"))
     return built[family, dtype]
 
 

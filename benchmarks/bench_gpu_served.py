@@ -1,0 +1,134 @@
+"""On a GPU: what steps take as `precast.load` serves them, by the driver alone and with torch, whole and in few bits.
+
+Claims: a step by the driver alone takes no longer than one with torch; a model published in few bits takes less time a
+step than in bfloat16, by about as much as it is smaller, and no more memory than its files have. All kernels come from
+native layers. Shapes are published ones with random weights; each load is a process of its own, captured before its
+first step.
+
+    python benchmarks/bench_gpu_served.py --build DIR [SHAPE ...]       # without a GPU: bundles and native layers
+    python benchmarks/bench_gpu_served.py --bundles DIR [--backend driver] [--out FILE] [SHAPE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from support import harness
+from support.no_torch import BLOCK
+
+from precast.ir.artifact import Bundle
+
+SHAPES = (
+    "llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.1-8b-fp8-blocks", "llama-3.1-8b-int4", "gpt-oss-20b-mxfp4",
+    "gemma-3-12b", "qwen3-30b-a3b-half",
+)  # fmt: skip
+TARGET = "sm_90"
+BACKENDS = ("driver", "torch")
+SERVE = """
+import json, sys, time
+benchmarks, checkpoint, bundle, digest, backend = sys.argv[1:]
+sys.path.insert(0, benchmarks)
+import precast
+from support.served_steps import decode_ms, prefill
+started = time.perf_counter()
+engine = precast.load(
+    bundle, weights=checkpoint, device="cuda", cache_bytes=24 << 30, allow_config_mismatch=True, capture="before",
+    backend=backend, native=digest, max_num_seqs=256, max_num_tokens=8192,
+)
+found = {"load_seconds": round(time.perf_counter() - started, 2)}
+found["decode_ms"] = {str(count): decode_ms(engine, count) for count in (1, 8, 64, 256)}
+found["prefill_tokens_per_s"] = {f"{n} x {length}": prefill(engine, n, length) for n, length in ((1, 4096), (4, 8000))}
+stats = engine.stats
+found |= {"compilations": stats.compilations, "steps_not_captured": stats.eager_reasons,
+          "capture_seconds": round(stats.capture_seconds, 2), "graphs": stats.graphs}
+print(json.dumps(found), flush=True)
+import os
+os._exit(0)
+"""
+WRITE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from precast.ir.artifact import Bundle
+from support import random_checkpoints
+random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))
+print("{}")
+"""
+HERE = str(Path(__file__).parent)
+
+
+def build(folder: Path, shape: str) -> None:
+    """The bundle of a shape, with its layer."""
+    from support import shapes
+
+    import precast
+
+    began = time.perf_counter()
+    source = shapes.write_config(shape, folder / f"{shape}.config")
+    made = precast.build(source, folder / f"{shape}.bundle", dtype="bfloat16", max_seq_len=8192, targets=[TARGET])
+    layer = made.native[TARGET]
+    size = sum(map(len, layer.images.values()))
+    print(f"{shape}: {len(layer.kernels)} kernels, {size >> 10} KiB, {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def measured(bundle: Path, checkpoint: Path, backends: list[str]) -> dict[str, Any]:
+    """By each backend, in turn; the checkpoint is written first, and removed in the end."""
+    digest = Bundle.open(bundle).digest
+    found: dict[str, Any] = {}
+    try:
+        harness.fresh_process(WRITE, HERE, str(bundle), str(checkpoint))
+        files = checkpoint.glob("*.safetensors")
+        found["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
+        for backend in backends:
+            code = BLOCK + SERVE if backend == "driver" else SERVE
+            try:
+                found[backend] = harness.fresh_process(code, HERE, str(checkpoint), str(bundle), digest, backend)
+            except subprocess.CalledProcessError as error:
+                found[backend] = {"failed": error.stderr.strip()[-1500:]}
+            print(f"{bundle.stem}, {backend}: {json.dumps(found[backend])}", flush=True)
+    finally:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    return found
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path)
+    parser.add_argument("--bundles", type=Path, default=Path("build/driver"))
+    parser.add_argument("--checkpoints", type=Path, default=Path("/dev/shm/precast-checkpoints"))
+    parser.add_argument("--backend", choices=BACKENDS, action="append", dest="backends")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_served.json")
+    parser.add_argument("shapes", nargs="*", default=list(SHAPES), metavar="SHAPE")
+    arguments = parser.parse_args()
+    if arguments.build:
+        arguments.build.mkdir(parents=True, exist_ok=True)
+        for shape in arguments.shapes:
+            build(arguments.build, shape)
+        return
+    machine = harness.fresh_process(
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from support import harness; "
+        "print(json.dumps(harness.machine()))",
+        HERE,
+    )
+    figures: dict[str, Any] = {}
+    for shape in arguments.shapes:
+        backends = arguments.backends or list(BACKENDS)
+        try:
+            figures[shape] = measured(arguments.bundles / f"{shape}.bundle", arguments.checkpoints / shape, backends)
+        except subprocess.CalledProcessError as error:
+            figures[shape] = {"failed": error.stderr.strip()[-1500:]}
+        except Exception as error:  # noqa: BLE001 - whatever one shape meets, the others are measured
+            figures[shape] = {"failed": repr(error)}
+        text = json.dumps({"claim": "gpu_served", "machine": machine, "figures": figures}, indent=1)
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
