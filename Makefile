@@ -4,7 +4,8 @@ VENV ?= .venv
 WORKERS ?= 2
 # Of `make gpu-test`, each with a context on the GPU; what measures the whole GPU's memory runs alone afterwards.
 GPU_WORKERS ?= 8
-WHOLE_GPU := tests/loader/run/test_capture_memory.py
+KILLED_LOADS := tests/loader/driver/test_driver.py::test_a_load_that_is_killed_at_any_moment_leaves_nothing_on_the_gpu
+WHOLE_GPU := tests/loader/run/test_capture_memory.py $(KILLED_LOADS)
 # What `make fuzz` takes in all, and how many bundles `make fuzz-random` corrupts.
 SECONDS ?= 3600
 COUNT ?= 1000000
@@ -87,7 +88,7 @@ types: $(STAMP)
 	find -L build/types -name '*.py' | $(PY) -m pyright --pythonpath $(PY) -
 
 gpu-test: $(STAMP)
-	$(PY) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal --deselect $(WHOLE_GPU)
+	$(PY) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal $(WHOLE_GPU:%=--deselect %)
 	$(PY) -m pytest -m gpu $(WHOLE_GPU)
 
 bench: $(STAMP)

@@ -174,7 +174,7 @@ def build(folder: Path, shape: str) -> None:
 def started(code: str, *args: object) -> Start:
     """One process, from its start on. Raises RuntimeError with what it says where it fails."""
     began = time.perf_counter()
-    command = [sys.executable, "-c", code, *map(str, args)]
+    command = [sys.executable, "-X", "faulthandler", "-c", code, *map(str, args)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -186,7 +186,7 @@ def started(code: str, *args: object) -> Start:
             process.kill()
             raise RuntimeError(f"no end after {LONG} s") from None
         if line.strip() != "first" or not rest.strip():
-            raise RuntimeError(errors.strip()[-1500:])
+            raise RuntimeError(f"code {process.returncode}, {line.strip()!r}: {errors.strip()[-1500:]}")
     return Start(seconds, json.loads(rest.splitlines()[-1]))
 
 

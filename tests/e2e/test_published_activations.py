@@ -414,12 +414,12 @@ def format_arg(node: Node) -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpu_rounds_as_the_definition_does(case: str, made: Callable[[str], Made], tmp_path: Path) -> None:
-    """Float16 rounds between the layers, too, by far less than 8 bits do: the logits are nearer to those of the
-    definition in float32 than these are to those of inputs that aren't rounded."""
+    """Float16 rounds between the layers, too, and what it moves over a border is then another number of 8 bits: as far
+    from the definition in float32 as that takes the definition itself, no kernel may take it further."""
     checkpoints, bundle = made(case)
-    rounded, exact = logits(bundle, checkpoints.stored), exact_logits(checkpoints)
+    rounded = logits(bundle, checkpoints.stored)
     half = precast.build(checkpoints.stored, tmp_path / "b", dtype="float16")
 
-    found = logits(half, checkpoints.stored, device="cuda")
+    by_definition, found = (logits(half, checkpoints.stored, device=device) for device in ("cpu", "cuda"))
 
-    assert relative_error(found.float().cpu(), rounded) < relative_error(exact, rounded) / 3
+    assert relative_error(found.float().cpu(), rounded) < 1.2 * relative_error(by_definition.float(), rounded)

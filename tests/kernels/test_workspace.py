@@ -364,7 +364,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "select keys": ("paged_select_keys", _scored_pages, {}, 2.0),
     "select keys, without a cache": ("select_keys", _scored, {}, 2.5),
     "sparse attention": ("paged_sparse_latent_attention", partial(_selected, _latent_attention), {}, 2.0),
-    "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 2.5),
+    "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 3.5),
     "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
     "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
     "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),
