@@ -71,7 +71,7 @@ def each_leaf(recipe: schema.Recipe) -> Iterator[schema.Read]:
     elif isinstance(recipe, schema.Each):
         written = leaves(recipe.of)  # there is no Each inside
         for index in range(recipe.count):
-            yield from (_numbered(read, recipe.start + index) for read in written)
+            yield from (numbered(read, recipe.start + index) for read in written)
     else:
         for part in parts(recipe):
             yield from each_leaf(part)
@@ -79,10 +79,11 @@ def each_leaf(recipe: schema.Recipe) -> Iterator[schema.Read]:
 
 def nth(each: schema.Each, index: int) -> schema.Recipe:
     """Part `index` of those that `each` stands for, counted from 0."""
-    return map_reads(each.of, lambda read: _numbered(read, each.start + index))
+    return map_reads(each.of, lambda read: numbered(read, each.start + index))
 
 
-def _numbered(read: schema.Read, number: int) -> schema.Read:
+def numbered(read: schema.Read, number: int) -> schema.Read:
+    """What an `Each` reads for a number."""
     return schema.Read(read.tensor.replace("*", str(number)), read.shape, read.dtype)
 
 
@@ -319,8 +320,11 @@ def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     The name itself, the name with one of the optional prefixes put before it or taken off, or with another prefix in
     place of its own; or, likewise, another name that is tied to it.
     """
+    if name in stored:
+        return name
     names = itertools.chain((name,), (second for second, first in rules.tied.items() if first == name))
     spelled = (candidate for one in names for candidate in _spellings(one, rules))
+    next(spelled)  # the name itself
     return next((candidate for candidate in spelled if candidate in stored), None)
 
 

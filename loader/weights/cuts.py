@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
 
 from precast.ir.weights.checkpoint import StoredDtype, StoredTensor
 from precast.loader.weights.parts import Casts, Part
+from precast.loader.weights import views
 from precast.loader.weights.views import View
 
 
@@ -46,7 +48,7 @@ class Cut(NamedTuple):
 def cuts_of(part: Part, stored: StoredTensor, job_bytes: int) -> Iterator[Cut]:
     """The part as cuts whose elements lie within `job_bytes` bytes of the file; its tensor is not empty."""
     itemsize = stored.nbytes // math.prod(stored.shape)
-    dtype = msgspec.convert(stored.dtype, StoredDtype)
+    dtype = _known(stored.dtype)
     dims = _merged(part.source, part.destination)
     for inner, source, destination in _split(dims, part.source.offset, part.destination.offset, job_bytes // itemsize):
         start = stored.offset + source * itemsize
@@ -54,8 +56,16 @@ def cuts_of(part: Part, stored: StoredTensor, job_bytes: int) -> Iterator[Cut]:
         yield Cut(stored.file, start, end, dtype, itemsize, inner, part.target, destination, part.casts)
 
 
+@cache  # there are tens of thousands of tensors, of a few types
+def _known(dtype: str) -> StoredDtype:
+    return msgspec.convert(dtype, StoredDtype)
+
+
 def _merged(source: View, destination: View) -> tuple[Dim, ...]:
     """The common dimensions of both views, by source step; those that lie one inside the other in both are one."""
+    if source.strides == destination.strides and source.strides == views.contiguous(source.shape).strides:
+        size = math.prod(source.shape)  # as of most tensors
+        return (Dim(size, 1, 1),) if size > 1 else ()
     dims = [Dim(*dim) for dim in zip(source.shape, source.strides, destination.strides, strict=True) if dim[0] > 1]
     merged: list[Dim] = []
     for dim in sorted(dims, key=lambda dim: -dim.source):

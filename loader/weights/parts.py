@@ -140,8 +140,7 @@ class Assembly:
         leaf = _leaf(recipe)
         if leaf is not None:
             origin, source, inner = leaf
-            for dim, (start, length) in enumerate(region):
-                source = views.narrow(source, dim, start, length)
+            source = _narrowed(source, region)
             if isinstance(origin, ir.Read):
                 kept = _conversions(self._stored_dtype(origin.tensor), (*inner, *casts))
                 self.parts.append(Part(origin.tensor, source, target, destination, kept))
@@ -163,6 +162,9 @@ class Assembly:
         elif isinstance(recipe, (ir.Stack, ir.Each)):
             start, length = region[recipe.dim]
             inside = (*region[: recipe.dim], *region[recipe.dim + 1 :])
+            if isinstance(recipe, ir.Each) and isinstance(recipe.of, ir.Read):
+                self._place_numbered(recipe, recipe.of, range(start, start + length), destination, inside, target, casts)
+                return
             for i in range(length):
                 part = recipe.parts[start + i] if isinstance(recipe, ir.Stack) else recipes.nth(recipe, start + i)
                 self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
@@ -171,6 +173,16 @@ class Assembly:
         else:
             assert isinstance(recipe, ir.Reshape), "verified: a tie or a scale is a recipe of its own"
             self._place_reshape(recipe, destination, region, target, casts)
+
+    def _place_numbered(
+        self, each: ir.Each, read: ir.Read, numbers: range, destination: View, region: Region, target: int, casts: Casts
+    ) -> None:
+        """Stored tensors of one shape, each one part: those of experts, by tens of thousands."""
+        source = _narrowed(views.contiguous(_shape(read)), region)
+        for i, number in enumerate(numbers):
+            tensor = recipes.numbered(read, each.start + number).tensor
+            kept = _conversions(self._stored_dtype(tensor), casts)
+            self.parts.append(Part(tensor, source, target, views.select(destination, each.dim, i), kept))
 
     def _place_concat(self, recipe: ir.Concat, destination: View, region: Region, target: int, casts: Casts) -> None:
         dim = recipe.dim
@@ -226,6 +238,13 @@ class Assembly:
         for dim, (start, length) in enumerate(region):
             view = views.narrow(view, dim, start, length)
         self.moves.append(Move(temporary, view, target, destination))
+
+
+def _narrowed(view: View, region: Region) -> View:
+    for dim, (start, length) in enumerate(region):
+        if start or length != view.shape[dim]:
+            view = views.narrow(view, dim, start, length)
+    return view
 
 
 def _runs(start: int, length: int, count: int) -> Iterator[tuple[int, int, int, int]]:

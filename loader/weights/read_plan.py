@@ -165,6 +165,8 @@ def _direct_ranges(cut: Cut, shortest: int) -> tuple[Ranges, ...] | None:
         rows, length = rows[:-1], rows[-1].size
     if cut.casts or (rows and length * cut.itemsize < shortest):
         return None
+    if not rows:  # as most are, of tens of thousands
+        return (Ranges(cut.start, length * cut.itemsize, (), cut.target, cut.destination * cut.itemsize),)
     ranges = []
     for row in itertools.product(*(range(dim.size) for dim in rows)):
         start = cut.start + sum(i * dim.source for i, dim in zip(row, rows, strict=True)) * cut.itemsize
@@ -226,11 +228,12 @@ def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Itera
     group: list[T] = []
     size = 0
     for item in items:
-        size += size_of(item)
-        if group and size > most:
+        more = size_of(item)
+        if group and size + more > most:
             yield group
-            group, size = [], size_of(item)
+            group, size = [], 0
         group.append(item)
+        size += more
     if group:
         yield group
 
@@ -243,7 +246,7 @@ def _joined(jobs: list[Job]) -> Job:
     for job in jobs:
         for each in job.ranges:
             shift = used if each.target is None else 0
-            ranges.append(msgspec.structs.replace(each, offset=each.offset + shift))
+            ranges.append(msgspec.structs.replace(each, offset=each.offset + shift) if shift else each)
         copies += [msgspec.structs.replace(copy, offset=copy.offset + used) for copy in job.copies]
         used += job.buffer_bytes
     return Job(jobs[0].file, tuple(ranges), tuple(copies), used, sum(job.bytes_needed for job in jobs))
