@@ -47,9 +47,9 @@ from precast.loader.driver.connection import Connection
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Kernels
 from precast.loader.driver.library import DriverError
+from precast.loader.driver.on_host import converted
 from precast.loader.driver.placed import WORKSPACE, At, Placed, Template
 from precast.loader.driver.program import Ready
-from precast.loader.driver.weights import converted
 from precast.loader.world.agree import Said
 from precast.loader.world.channel import accept_ranks, connect, listen, new_secret
 from precast.loader.world.follower import Follower

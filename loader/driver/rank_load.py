@@ -25,7 +25,7 @@ from precast.kernels.sampling.launches import told_bytes
 from precast.kernels.step_launches import DrawnPart
 from precast.kernels.use import Target
 from precast.loader.collector import collector_held
-from precast.loader.driver import weights
+from precast.loader.driver import on_host, weights
 from precast.loader.driver.connection import Connection
 from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
@@ -97,7 +97,7 @@ def load_rank(options: LoadOptions, timeline: Timeline, context: Future[Begun], 
             folder.stop()
             raise
     with device.use():
-        tensors = {**params.buffers, **weights.constants(model.graph, opened.constants, device)}
+        tensors = {**params.buffers, **on_host.constants(model.graph, opened.constants, device)}
         agree = partial(size_of_all, ranks.side)
         runner = pools(model, kernels, tensors, options, timeline, device, kind=DriverRankRunner, agree=agree)
     assert isinstance(runner, DriverRankRunner)

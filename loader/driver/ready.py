@@ -27,7 +27,7 @@ from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
 from precast.loader.device import Buffer
-from precast.loader.driver import weights
+from precast.loader.driver import on_host
 from precast.loader.driver.connection import Connection
 from precast.loader.driver.coverage import beside_the_graph, covered, lacking, most_sizes
 from precast.loader.driver.device import DriverDevice
@@ -88,7 +88,7 @@ def runner_ready(
             model = as_launches(graph, target_of(device, opened, options), opened, layer, limits)
             kernels = kernels_of(model, device)
             check_files(options, opened)
-        tensors = {**params, **weights.constants(graph, opened.constants, device)}
+        tensors = {**params, **on_host.constants(graph, opened.constants, device)}
         runner = pools(model, kernels, tensors, options, timeline, device)
         with timeline.phase("warm-up"), collector_held():
             runner.warm_up(min(WARMED_TOKENS, limits.max_num_tokens))

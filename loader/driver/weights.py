@@ -1,30 +1,28 @@
 """A checkpoint's tensors into the params of a graph, without torch: the same read plan, through pinned memory.
 
 Bytes that stand in a file as they will stand in memory are read into pinned buffers and copied from there. A param that
-takes more (transposed, short rows, another element type) is made on the host by numpy, and uploaded once it is whole.
-Values of quantised tensors are not computed here (`uncovered`).
+takes more (transposed, short rows, another element type) is made on the host by numpy (`on_host`), which is imported
+only where some need it: that takes a while. Values of quantised tensors are not computed here (`uncovered`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-import threading
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Dtype, Graph, Quantise, Recipe, Tie
+from precast.ir.graph.schema import Graph, Quantise, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.memory.strides import contiguous
 from precast.ir.weights import recipes, scales
-from precast.ir.weights.checkpoint import CheckpointFiles, StoredDtype
+from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.sources import Source
 from precast.ir.weights.tensorfile import element_bytes
 from precast.loader.device import Buffer, Event, aligned, host_bytes
@@ -33,13 +31,15 @@ from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
 from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
-from precast.loader.weights.parts import Assembly, Casts, Target, param_parts
-from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Copy, Job, Plan, plan_reads
-from precast.loader.weights.stored_checks import BITS, Check, checks, is_rounded
-from precast.loader.weights.views import View
+from precast.loader.weights.parts import Assembly, Target, param_parts
+from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Job, Plan, plan_reads
+from precast.loader.weights.stored_checks import Check, checks, is_rounded
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
+
+    from precast.loader.driver.on_host import OnHost
 
 THREADS = 12
 """They read the page cache faster than the bus takes it."""
@@ -49,12 +49,8 @@ longer to pin."""
 PARAM_ALIGNMENT = 256
 """Where params begin, in bytes."""
 
-_NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "F8_E8M0": "uint8"}
-"""What holds the elements of types that numpy doesn't have."""
 _CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64", "F8_E8M0"))
 """Types that are converted here, from each to each; nothing becomes F8_E8M0."""
-_POWERS = np.array([*(math.ldexp(1, exponent - 127) for exponent in range(255)), math.nan], np.float32)
-"""What each byte of F8_E8M0 stands for."""
 
 
 class Planned(NamedTuple):
@@ -79,6 +75,15 @@ class Made(Protocol):
     @property
     def targets(self) -> Collection[int]: ...
     def __getitem__(self, target: int, /) -> npt.NDArray[np.uint8]: ...
+
+
+class NothingMade(dict[int, "npt.NDArray[np.uint8]"]):
+    """No target is made on the host."""
+
+    targets: Collection[int] = ()
+
+    def done(self, job: Job, stream: int | None) -> None:
+        """There is nothing to bring to the device."""
 
 
 def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
@@ -186,7 +191,7 @@ def placed(what: Planned, graph: Graph, device: DriverDevice) -> Params:
     for i, target in enumerate(targets):
         if target.name is not None:
             places[i] = total
-            total += aligned(_num_bytes(target), PARAM_ALIGNMENT)
+            total += aligned(target_bytes(target), PARAM_ALIGNMENT)
     if total > (free := device.free_bytes()):
         message = f"the params take {total / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
         raise TargetError("device-memory", message, where=device.name, fix="free memory, or use a device with more")
@@ -211,14 +216,16 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> i
     (checkpoint-changed) for one that somebody writes to, (weights-mismatch) for scales of weights that are no numbers,
     (scale-invalid) for scales of caches that are no numbers above 0.
     """
-    made = OnHost(what, params.at)
+    made = _made(what, params)
     parts = ring.parts()
     threads = min(what.files.folder.readers or len(parts), len(parts))
     num_bytes = share(what.plan.jobs, lambda: _worker(what, params, made, device, parts.pop()), threads, what.files)
     with device.use():
-        made.move_all()
+        if not isinstance(made, NothingMade):
+            made.move_all()
         for target, value in what.assembly.filled.items():
-            upload(params.at[target], np.array([value], np.float32).view(np.uint8), None)
+            number = ctypes.c_float(value)
+            library.call("cuMemcpyAsync", params.at[target], ctypes.addressof(number), 4, None)
             library.call("cuStreamSynchronize", None)
         library.call("cuStreamSynchronize", None)
         scales.check({name: _number_at(params.buffers[name].pointer) for name in what.scales})
@@ -227,90 +234,24 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> i
 
 def _number_at(address: int) -> float:
     """The float32 number at an address of the device, whose work is done."""
-    found = np.empty(1, np.float32)
-    library.call("cuMemcpyAsync", found.ctypes.data, address, found.nbytes, None)
+    found = ctypes.c_float()
+    library.call("cuMemcpyAsync", ctypes.addressof(found), address, 4, None)
     library.call("cuStreamSynchronize", None)
-    return float(found[0])
+    return found.value
 
 
-class OnHost:
-    """Targets that are made on the host. Each has memory from its first byte on, until its last one is made and it is
-    uploaded; temporary ones, and those that take parts of these, until all is read.
+def _made(what: Planned, params: Params) -> OnHost | NothingMade:
+    if not what.on_host:
+        return NothingMade()
+    from precast.loader.driver.on_host import OnHost
 
-    `at`: where targets lie on the device.
-    """
-
-    def __init__(self, what: Planned, at: Mapping[int, int]) -> None:
-        self._plan, self._at, self._checks = what.plan, at, what.checks
-        self.targets = what.on_host
-        self._made: dict[int, npt.NDArray[np.uint8]] = {}
-        self._lock = threading.Lock()
-        self._left = Counter(target for job in what.plan.jobs for target in self._of(job))
-        self._kept = {target for move in what.plan.moves for target in (move.source, move.target)}
-
-    def __getitem__(self, target: int) -> npt.NDArray[np.uint8]:
-        """A target's bytes."""
-        with self._lock:
-            if target not in self._made:
-                self._made[target] = np.empty(_num_bytes(self._plan.targets[target]), np.uint8)
-            return self._made[target]
-
-    def done(self, job: Job, stream: int | None) -> None:
-        """The job has put in what it makes: targets for which it was the last go to the device, and are gone."""
-        for target in self._of(job):
-            with self._lock:
-                self._left[target] -= 1
-                is_whole = not self._left[target] and target not in self._kept
-            if is_whole:
-                self._upload(target, stream)
-
-    def move_all(self) -> None:
-        """Move what is in temporary targets to where it belongs, in the plan's order, and upload that."""
-        move_all(self._plan, self)
-        for target in sorted(self._kept & self._at.keys()):
-            self._upload(target, None)
-
-    def _of(self, job: Job) -> set[int]:
-        made = {copy.target for copy in job.copies} | {each.target for each in job.ranges if each.target is not None}
-        return made & self.targets
-
-    def _upload(self, target: int, stream: int | None) -> None:
-        data = self[target]
-        check_bytes(self._checks, target, data)
-        upload(self._at[target], data, stream)
-        library.call("cuStreamSynchronize", stream)
-        with self._lock:
-            del self._made[target]
-
-
-def move_all(plan: Plan, made: Made) -> None:
-    """Move what is in temporary targets to where it belongs, in the plan's order; both are on the host."""
-    for move in plan.moves:
-        dtype = plan.targets[move.source].dtype
-        put(_seen(made[move.source], dtype), move.view, dtype, made[move.target], move.destination, ())
-
-
-def constants(graph: Graph, given: Mapping[str, Any], device: DriverDevice) -> dict[str, Buffer]:
-    """A bundle's constants by name, on the device. They have the types that the graph declares."""
-    found = {}
-    for value in graph.constants:
-        dtype, shape, data = given[value.name]
-        memory = device.alloc(max(len(data), 1))
-        with device.use():
-            upload(memory.pointer, np.frombuffer(data, np.uint8), None)
-            library.call("cuStreamSynchronize", None)
-        found[value.name] = memory.view(0, tuple(shape), strides=contiguous(shape).strides, dtype=dtype)
-    return found
-
-
-def upload(address: int, data: npt.NDArray[np.uint8], stream: int | None) -> None:
-    """Copy bytes of the host to the device; what they are may change only when the stream's work is done."""
-    if len(data):
-        library.call("cuMemcpyAsync", address, data.ctypes.data, len(data), stream)
+    return OnHost(what, params.at)
 
 
 @contextmanager
-def _worker(what: Planned, params: Params, made: OnHost, device: DriverDevice, buffer: Buffer) -> Iterator[Worker]:
+def _worker(
+    what: Planned, params: Params, made: OnHost | NothingMade, device: DriverDevice, buffer: Buffer
+) -> Iterator[Worker]:
     """Reads into a pinned buffer, and leaves the rest to the device; its stream has run dry at the end."""
     with device.use():
         stream, emptied, view = device.stream(), device.event(), host_bytes(buffer)
@@ -346,10 +287,10 @@ def do_job(
     `pinned` memory, which is seen by `view`; what of them is to be `checked`, it checks there.
     """
     through = sum(each.num_bytes for each in job.ranges if each.target is not None and each.target not in made.targets)
-    large = np.empty(through if through > len(view) else 0, np.uint8)
-    if len(large):  # rare: rows that no job holds whole
-        pinned, view = large.ctypes.data, large.data
-    staged = np.empty(job.buffer_bytes, np.uint8)
+    large = bytearray(through if through > len(view) else 0)
+    if large:  # rare: rows that no job holds whole
+        pinned, view = ctypes.addressof(ctypes.c_char.from_buffer(large)), memoryview(large)
+    staged = memoryview(bytearray(job.buffer_bytes))
     ranges: list[Range] = []
     seen: list[tuple[int, int, int]] = []  # targets that are checked, and their bytes here
     uploads: list[tuple[int, int, int]] = []  # addresses there and here, and bytes
@@ -357,7 +298,7 @@ def do_job(
     for each in job.ranges:
         for start, length, offset in each.each():
             if each.target is None:
-                ranges.append(Range(start, staged.data[offset : offset + length]))
+                ranges.append(Range(start, staged[offset : offset + length]))
             elif each.target in made.targets:
                 ranges.append(Range(start, made[each.target].data[offset : offset + length]))
             else:
@@ -370,84 +311,21 @@ def do_job(
                     uploads.append((address, pinned + used, length))
                 used += length
     num_bytes = read_ranges(source, ranges)
+    if seen or job.copies:
+        from precast.loader.driver import on_host
     for target, place, length in seen:
-        check_bytes(checked, target, np.frombuffer(view[place : place + length], np.uint8))
+        on_host.check_bytes(checked, target, view[place : place + length])
     for address, here, length in uploads:
         library.call("cuMemcpyAsync", address, here, length, stream)
-    if len(large):
+    if large:
         library.call("cuStreamSynchronize", stream)  # its memory is gone afterwards
     for copy in job.copies:
-        _copy(copy, staged, made)
+        on_host.put_copy(copy, staged, made)
     return num_bytes
 
 
-def check_bytes(checked: Mapping[int, Check], target: int, data: npt.NDArray[np.uint8]) -> None:
-    """Raise WeightsError (weights-mismatch) where some bytes of a target, whole elements, aren't what they must be."""
-    check = checked.get(target)
-    if check is None:
-        return
-    if check.num_groups is not None:
-        values = data.view(np.int32)
-        bad = (values < 0) | (values >= check.num_groups)
-    else:
-        kind, mask = BITS[check.dtype]
-        values = data.view(kind)
-        bad = (values & mask == mask) | (values == 0 if check.divides else False)
-    if bad.any():
-        raise check.refusal()
-
-
-def _copy(copy: Copy, staged: npt.NDArray[np.uint8], made: Made) -> None:
-    flat = _seen(staged, copy.dtype)
-    first = copy.offset // flat.itemsize
-    source = copy.source._replace(offset=first + copy.source.offset)
-    put(flat, source, copy.dtype, made[copy.target], copy.destination, copy.casts)
-
-
-def put(
-    flat: npt.NDArray[Any], view: View, dtype: StoredDtype, raw: npt.NDArray[np.uint8], destination: View, casts: Casts
-) -> None:
-    """Put the elements of `flat` that `view` describes, converted to each type of `casts` in turn, into a view of the
-    target whose bytes are `raw`."""
-    values = _strided(flat, view)
-    for cast in casts:
-        values, dtype = converted(values, dtype, cast), cast
-    np.copyto(_strided(_seen(raw, dtype), destination), values)
-
-
-def converted(values: npt.NDArray[Any], dtype: StoredDtype, to: Dtype) -> npt.NDArray[Any]:
-    """Numbers of one floating type as those of another, rounded to the nearest, ties to even, as torch does.
-
-    bfloat16 is held in uint16: the upper half of the float32 that has the same value; F8_E8M0 in uint8.
-    """
-    if dtype == to:
-        return values
-    if dtype == "F8_E8M0":
-        values = _POWERS[values]
-    elif dtype == "bfloat16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    if to != "bfloat16":
-        with np.errstate(all="ignore"):  # infinities and NaN stay what they are
-            return values.astype(to)
-    with np.errstate(all="ignore"):
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return np.where(is_nan, np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def _seen(raw: npt.NDArray[np.uint8], dtype: StoredDtype) -> npt.NDArray[Any]:
-    """Bytes as elements of a type; those at the end that make no whole one are left out."""
-    held = np.dtype(_NUMPY.get(dtype, dtype))
-    return raw[: len(raw) // held.itemsize * held.itemsize].view(held)
-
-
-def _strided(flat: npt.NDArray[Any], view: View) -> npt.NDArray[Any]:
-    steps = [stride * flat.itemsize for stride in view.strides]
-    return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, steps)
-
-
-def _num_bytes(target: Target) -> int:
+def target_bytes(target: Target) -> int:
+    """The bytes of a target."""
     return math.prod(target.shape) * element_bytes(target.dtype)
 
 

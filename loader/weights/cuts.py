@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from precast.ir.weights.checkpoint import StoredDtype, StoredTensor
-from precast.loader.weights.parts import Casts, Part
 from precast.loader.weights import views
+from precast.loader.weights.parts import Casts, Part
 from precast.loader.weights.views import View
 
 

@@ -163,7 +163,9 @@ class Assembly:
             start, length = region[recipe.dim]
             inside = (*region[: recipe.dim], *region[recipe.dim + 1 :])
             if isinstance(recipe, ir.Each) and isinstance(recipe.of, ir.Read):
-                self._place_numbered(recipe, recipe.of, range(start, start + length), destination, inside, target, casts)
+                self._place_numbered(
+                    recipe, recipe.of, range(start, start + length), destination, inside, target, casts
+                )
                 return
             for i in range(length):
                 part = recipe.parts[start + i] if isinstance(recipe, ir.Stack) else recipes.nth(recipe, start + i)

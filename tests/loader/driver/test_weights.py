@@ -22,7 +22,8 @@ from precast.ir.graph.schema import Cast, Dtype, Graph, Param, Read, Recipe, Sca
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.dtypes import BY_NAME
-from precast.loader.driver.weights import converted, do_job, move_all, planned, uncovered
+from precast.loader.driver.on_host import converted, move_all
+from precast.loader.driver.weights import do_job, planned, uncovered
 from precast.loader.sources.open import folder_of
 from precast.loader.weights.files import opened
 from precast.loader.weights.jobs import Worker, share
