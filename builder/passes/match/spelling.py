@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx.node import map_arg
@@ -225,18 +225,48 @@ def _part(node: FxNode, dim: int) -> _Part | None:
     return _Part(node, whole, start, end) if is_part else None
 
 
-@node_pass(stage="match", version=1, requires=("match_rotary", "match_norms"))
+@node_pass(stage="match", version=2, requires=("match_rotary", "match_norms"))
 def cancel_transposes(ctx: PassContext, node: FxNode) -> FxNode | None:
-    """x.transpose(a, b).transpose(a, b) -> x, also through an op on another dimension between the two."""
+    """x.transpose(a, b).transpose(a, b) -> x, also through an op on another dimension between the two; and through
+    slices and pointwise ops, f(x.transpose(a, b), ...).transpose(a, b) -> f(x, ...), where nothing else takes f; and
+    (w @ x.transpose(1, 2)).transpose(1, 2) -> linear(x, w)."""
     if node.target is not aten.transpose.int:
         return None
     dims, between = set(node.args[1:]), node.args[0]
     through = _leaves_alone(between, dims)
     inner = between.args[0] if through else between
-    if inner.target is not aten.transpose.int or set(inner.args[1:]) != dims:
-        return None
-    source: FxNode = inner.args[0]
-    return ctx.call(between.target, source, *between.args[1:], **between.kwargs) if through else source
+    if inner.target is aten.transpose.int and set(inner.args[1:]) == dims:
+        source: FxNode = inner.args[0]
+        return ctx.call(between.target, source, *between.args[1:], **between.kwargs) if through else source
+    if between.target is aten.matmul.default and dims == {1, 2}:
+        weight, x = between.args
+        is_linear = tensor(weight).dim() == 2 and tensor(x).dim() == 3 and _is_exchanged(x, dims, ctx)
+        return ctx.call(aten.linear.default, _exchanged(ctx, x, dims), weight) if is_linear else None
+    return _exchanged(ctx, between, dims) if _is_exchanged(between, dims, ctx) else None
+
+
+def _is_exchanged(node: FxNode, dims: set[int], ctx: PassContext) -> bool:
+    """Whether the node is made of tensors with these dimensions exchanged, by ops that don't care."""
+    if node.target is aten.transpose.int:
+        return set(node.args[1:]) == dims
+    if node.target is aten.slice.Tensor:
+        return _is_exchanged(node.args[0], dims, ctx)
+    if node.target not in _POINTWISE or len(node.users) > 1:
+        return False
+    shape = ctx.shape(node)
+    return all(ctx.shape(each) == shape and _is_exchanged(each, dims, ctx) for each in node.all_input_nodes)
+
+
+def _exchanged(ctx: PassContext, node: FxNode, dims: set[int]) -> FxNode:
+    """What `_is_exchanged` is true of, before that."""
+    if node.target is aten.transpose.int:
+        return cast("FxNode", node.args[0])
+    if node.target is aten.slice.Tensor:
+        of, dim, *bounds = node.args
+        (other,) = dims - {dim} if dim in dims else {dim}
+        return ctx.call(aten.slice.Tensor, _exchanged(ctx, of, dims), other, *bounds)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _exchanged(ctx, arg, dims))
+    return ctx.call(node.target, *args, **kwargs)
 
 
 def _leaves_alone(node: FxNode, dims: set[int]) -> bool:

@@ -189,6 +189,7 @@ def test_two_exchanges_are_none(dims: str) -> None:
     ("between", "expected"),
     [
         ("aten.slice.Tensor(a, 3, 0, 4, 1)", "aten.slice.Tensor(x, 3, 0, 4, 1)"),
+        ("aten.slice.Tensor(a, 2, 0, 2, 1)", "aten.slice.Tensor(x, 1, 0, 2, 1)"),
         (
             "precast.rms_norm(a, w, eps=1e-06, cast_before_scale=True)",
             "precast.rms_norm(x, w, eps=1e-06, cast_before_scale=True)",
@@ -203,12 +204,69 @@ def test_also_around_an_op_on_another_dimension(between: str, expected: str) -> 
     ("between", "dims"),
     [
         pytest.param("aten.neg(a)", "2, 3", id="other dimensions"),
-        pytest.param("aten.slice.Tensor(a, 2, 0, 2, 1)", "1, 2", id="around an op on one of them"),
+        pytest.param("aten.softmax.int(a, 2)", "1, 2", id="around an op on one of them"),
         pytest.param("aten.reshape(a, [1, -1, 8, 3])", "1, 2", id="around a reshape"),
     ],
 )
 def test_near_cancelled_transposes(between: str, dims: str) -> None:
     assert_leaves(cancel_transposes, TRANSPOSES.format(between=between, dims=dims))
+
+
+GATED = """
+x: input(float32, 1, T, 24)
+z: input(float32, 1, T, 8)
+a = aten.transpose.int(x, 1, 2)
+part = aten.slice.Tensor(a, 1, 8, 16, 1)
+gate = aten.silu(part)
+b = aten.transpose.int(z, 2, 1)
+product = aten.mul.Tensor(b, gate)
+c = aten.transpose.int(product, 1, 2)
+"""
+
+
+def test_pointwise_ops_and_slices_pass_an_exchange_on() -> None:
+    assert_rewrites(
+        cancel_transposes,
+        GATED + "return c",
+        """
+        v0 = aten.slice.Tensor(x, 2, 8, 16, 1)
+        v1 = aten.silu.default(v0)
+        v2 = aten.mul.Tensor(z, v1)
+        return v2
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(GATED.replace("b = aten.transpose.int(z, 2, 1)", "b = aten.slice.Tensor(z, 1, 0, 8, 1)").replace(
+            "z: input(float32, 1, T, 8)", "z: input(float32, 1, 8, T)") + "return c", id="an operand that isn't"),
+        pytest.param(GATED + "d = aten.neg(product)\nreturn c, d", id="one that others take, too"),
+        pytest.param(GATED.replace("mul.Tensor(b, gate)", "softmax.int(gate, 1)") + "return c", id="along one of them"),
+    ],
+)  # fmt: skip
+def test_exchanges_that_ops_do_not_pass_on(text: str) -> None:
+    assert_leaves(cancel_transposes, text)
+
+
+PRODUCT = """
+x: input(float32, 1, T, 8)
+w: param(float32, 24, 8)
+a = aten.transpose.int(x, 1, 2)
+b = aten.matmul.default({factors})
+c = aten.transpose.int(b, 1, 2)
+return c
+"""
+
+
+def test_a_product_of_exchanged_rows_is_a_linear_layer() -> None:
+    assert_rewrites(cancel_transposes, PRODUCT.format(factors="w, a"), "v0 = aten.linear.default(x, w)\nreturn v0")
+
+
+def test_a_product_of_other_factors_stays() -> None:
+    other = PRODUCT.replace("w: param(float32, 24, 8)", "w: input(float32, 1, T, 24)")
+    assert_leaves(cancel_transposes, other.format(factors="a, w"))
 
 
 def test_exchanges_of_other_dimensions_stay() -> None:
