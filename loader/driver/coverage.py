@@ -14,6 +14,7 @@ from precast.ir.graph.schema import Block, Graph, Node, Value
 from precast.ir.memory import caches, strides
 from precast.ir.memory.addresses import Addresses
 from precast.ir.native import NativeLayer
+from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels import step_memory
 from precast.kernels.choices import runnable
 from precast.kernels.native import Native
@@ -136,12 +137,20 @@ def _uncovered(function: Graph | Block, target: Target, most: Sizes) -> Iterator
 
 
 def _anywhere(graph: Graph, sizes: Sizes, others: Sequence[str]) -> dict[str, Buffer]:
-    """Memory of the right shapes at addresses that nobody looks at."""
+    """Memory of the right shapes at addresses that nobody looks at; pages of caches lie apart as they will."""
     params = [Value(param.name, param.type) for param in graph.params]
+    plan = caches.with_slabs(graph.caches)
+    apart = {
+        value.name: caches.page_stride(plan, group.pool) // element_bytes(value.type.dtype)
+        for group, slot in caches.slots(plan) for value in slot.tensors
+    }  # fmt: skip
     found = {}
     for value in (*params, *graph.constants, *graph.inputs, *caches.tensors(graph.caches)):
         shape = tuple(symbols.evaluate(size, sizes) for size in value.type.shape)
-        found[value.name] = Buffer(0, value.type.dtype, shape, strides.contiguous(shape).strides, None)
+        steps = strides.contiguous(shape).strides
+        if value.name in apart:
+            steps = (apart[value.name], *steps[1:])
+        found[value.name] = Buffer(0, value.type.dtype, shape, steps, None)
     for name in (ACTIVATIONS, WORKSPACE, *others, *(OUTPUT + value for value in graph.outputs.values())):
         found[name] = Buffer(0, "uint8", (0,), (1,), None)
     return found

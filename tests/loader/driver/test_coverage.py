@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from precast.builder.build import build
 from precast.builder.native.variants import known_targets, variants
+from precast.builder.source.shrink import shrink
 from precast.ir.artifact import Bundle
 from precast.ir.graph.schema import Graph
 from precast.ir.native import NativeKernel, NativeLayer
@@ -119,6 +120,15 @@ def test_kernels_that_a_step_of_some_size_wants_are_missed_before_any_is_served(
     assert gone(bundle, layer) == []
     assert gone(bundle, without(of_many)) == [of_many]
     assert gone(bundle, without(drawing)) == [drawing]
+
+
+def test_pages_of_small_states_are_as_far_apart_as_they_will_be(tmp_path: Path) -> None:
+    """Of some of xLSTM's states a page has four numbers, and the next one begins at a multiple of 256 bytes."""
+    from transformers import AutoConfig
+
+    bundle = build(shrink(AutoConfig.for_model("xlstm")), tmp_path / "tiny.bundle", dtype="float32")
+
+    assert gone(bundle, layer_of(bundle)) == []
 
 
 def test_kernels_for_other_arguments_are_missed(tmp_path: Path) -> None:
