@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from reference import hf_greedy
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import precast
@@ -19,6 +21,7 @@ from precast.check.agreement import PROMPTS, agreement
 from precast.check.check import compare
 from precast.cli.main import main
 from precast.ir.artifact import Bundle
+from precast.ir.errors import WeightsError
 
 TEXT: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -113,3 +116,44 @@ def test_a_tensor_of_the_text_model_must_not_be_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
 def test_it_is_checked_as_any_other(model_type: str) -> None:
     compare(AutoConfig.for_model(model_type, **MODELS[model_type]))
+
+
+LLAVA = Path(__file__).parents[1] / "configs" / "liuhaotian--llava-v1.5-7b" / "config.json"
+OF_PICTURES = {
+    "model.image_newline": (48,),
+    "model.mm_projector.0.weight": (48, 32),
+    "model.mm_projector.2.bias": (48,),
+    "model.vision_tower.vision_tower.vision_model.post_layernorm.weight": (32,),
+}
+
+
+def published_llava(folder: Path, others: dict[str, tuple[int, ...]]) -> Any:
+    """A checkpoint as LLaVA's authors have it, small: the published config with these sizes, a Llama's tensors under
+    their own names, and others beside them. Gives the Llama."""
+    small = {name: value for name, value in TEXT.items() if name != "head_dim"}
+    entries = json.loads(LLAVA.read_text(encoding="utf-8")) | small | {"mm_hidden_size": 32}
+    model = random_model(AutoConfig.for_model("llama", **small, rms_norm_eps=entries["rms_norm_eps"]))
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {name: torch.ones(shape) for name, shape in others.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(entries), encoding="utf-8")
+    return model
+
+
+def test_a_flat_llava_config_is_a_llamas(tmp_path: Path) -> None:
+    model = published_llava(tmp_path / "checkpoint", OF_PICTURES)
+
+    bundle = precast.build(tmp_path / "checkpoint", tmp_path / "bundle", dtype="float32")
+    found = agreement(bundle, tmp_path / "checkpoint", model)
+
+    assert found.logits_error < 1e-4
+    assert found.tokens_equal
+    assert bundle.manifest.checkpoint.unused == ("model.image_newline", "model.mm_projector.*", "model.vision_tower.*")
+
+
+def test_what_nobody_knows_of_in_a_llava_checkpoint_is_refused(tmp_path: Path) -> None:
+    published_llava(tmp_path / "checkpoint", {"model.audio_tower.weight": (3,)})
+    bundle = precast.build(tmp_path / "checkpoint", tmp_path / "bundle", dtype="float32")
+
+    with pytest.raises(WeightsError, match=r"model\.audio_tower\.weight"):
+        precast.load(bundle, weights=tmp_path / "checkpoint", device="cpu")
