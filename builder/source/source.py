@@ -302,5 +302,6 @@ def _check_read(config: PreTrainedConfig, entries: dict[str, Any], name: str) ->
                 "config-invalid",
                 f"{name}: {size} is {entries[size]} at the config's top level, where no {type(config).__name__} reads "
                 f"it: without {'.'.join(way)} it is {read}",
-                fix=f"move the decoder's entries into {'.'.join(way)}, as in a published {config.model_type} config",
+                fix=f"take config.json whole from the publisher, with its {'.'.join(way)}: what is left out of that is "
+                f"the default of {config.model_type} models",
             )

@@ -30,6 +30,7 @@ from precast.ir.patterns import matches
 from precast.ir.weights import recipes as ir_recipes
 
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
+_PART_BEGINS = "(^|\\.)"
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
 
 
@@ -174,6 +175,9 @@ def _globs(pattern: str) -> list[str]:
 
     Leaving one out is safe: its tensors are then reported as unexpected.
     """
+    if pattern.startswith(_PART_BEGINS):
+        rest = pattern.removeprefix(_PART_BEGINS)
+        return [*_globs("^" + rest), *_globs("\\." + rest)]
     anchored_start, anchored_end = pattern.startswith("^"), pattern.endswith("$")
     body = pattern.removeprefix("^").removesuffix("$")
     tokens: list[str] = _PATTERN_TOKEN.findall(body)
