@@ -53,6 +53,7 @@ def key(source: Source, options: Options, passes: tuple[Pass, ...]) -> str:
         "architecture": type(source.config).__name__,
         "code": _code_digests(source.config),
         "facts": source.facts,
+        "beside": source.beside,
         "dtype": options.dtype,
         "quantise": options.quantise,
         "max_seq_len": options.max_seq_len,

@@ -94,6 +94,8 @@ def _stored(recipe: Recipe, role: str = "weight", num_groups: int = 0) -> Iterat
             yield from _stored(recipe.zeros, "bits")
         if recipe.global_scale is not None:
             yield from _stored(recipe.global_scale, f"global scale of {recipe.format}")
+        if recipe.biases is not None:
+            yield from _stored(recipe.biases)
         if recipe.groups is not None:
             yield from _stored(recipe.groups, "groups", groups if isinstance(groups, int) else 1)
     else:

@@ -140,6 +140,14 @@ def mixture(
         gate, value = h.chunk(2, dim=-1)
         return act(gate) * value
 
+    return mixture_with(function, x, expert_ids, expert_weights, up, down)
+
+
+def mixture_with(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """As `mixture`, with `function` of gates and values, [N, 2F] to [N, F], between the two products."""
     gate = find_gate(function, gated=True)
     return _call(function, gate, x, expert_ids, expert_weights, (up, None), (down, None))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from precast.builder.capture.experts import mixture
+from precast.builder.capture.experts import mixture, mixture_with
 from precast.builder.capture.routing import IMPLEMENTATION
 
 ops = torch.ops.precast
@@ -91,6 +91,19 @@ def _experts_beside_identities(model: torch.nn.Module) -> Iterator[Any]:
         known = kind.__name__ == "LongcatFlashExperts" and kind.__module__.startswith("transformers.")
         if known and module.zero_expert_num and module.gate_up_proj is not None:
             yield module
+
+
+# --- Step 3.7 ----------------------------------------------------------------------------------------------------
+
+
+def _clamped_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Where a layer clamps, gates are clamped after their activation."""
+    y = mixture_with(
+        module._apply_gate, hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj
+    )
+    return y.to(hidden_states.dtype)
 
 
 # --- JetMoe ------------------------------------------------------------------------------------------------------
@@ -171,6 +184,7 @@ MIXTURES: dict[str, tuple[str, Callable[..., Any]]] = {
     "Llama4TextMoe": ("forward", _scaled_inputs),
     "DbrxExperts": ("forward", _flat_experts),
     "LongcatFlashExperts": ("forward", _experts_and_identities),
+    "Step3p7Experts": ("forward", _clamped_experts),
     "InklingTopkRouter": ("forward", _weighed_with_shared),
     "JetMoeMoE": ("forward", _sorted_experts),
     "JetMoeAttention": ("forward", _attention_of_experts),

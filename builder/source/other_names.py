@@ -1,4 +1,5 @@
-"""Model types that transformers doesn't know by name, though it has the model: which one it is, and the evidence.
+"""Model types that transformers doesn't know by name, or knows as another publication's, though it has the model: which
+one it is, and the evidence.
 
 A publisher who keeps another's architecture often gives its type a name of their own, and points to code that comes
 with the checkpoint. None of that code is run to find out: a row of `OTHER_NAMES` was written after comparing the
@@ -28,12 +29,14 @@ _NOT_DECODING = frozenset({
 class OtherName(NamedTuple):
     """A published model type: transformers' own for it, the architecture that its configs name, the entries that
     transformers' class takes under no name of its fields, and the `values` of entries that it doesn't read, because its
-    code does what they say."""
+    code does what they say. `beside` are patterns of tensors of its checkpoints that belong to other parts than the
+    decoder, which nothing reads."""
 
     model_type: str
     architecture: str
     taken: frozenset[str]
     values: Mapping[str, Any]
+    beside: tuple[str, ...] = ()
 
 
 _BLOCKS_OF_M3 = {
@@ -42,6 +45,12 @@ _BLOCKS_OF_M3 = {
     "sparse_local_block": 1, "sparse_num_index_heads": 4, "sparse_score_type": "max", "sparse_topk_blocks": 16,
     "use_sparse_attention": True,
 }  # fmt: skip
+_PICTURES_OF_LLAVA = frozenset({
+    "freeze_mm_mlp_adapter", "freeze_mm_vision_resampler", "image_aspect_ratio", "mm_hidden_size", "mm_projector_type",
+    "mm_resampler_type", "mm_use_im_patch_token", "mm_use_im_start_end", "mm_vision_select_feature",
+    "mm_vision_select_layer", "mm_vision_tower", "tune_mm_mlp_adapter", "tune_mm_vision_resampler",
+    "unfreeze_mm_vision_tower", "use_mm_proj",
+})  # fmt: skip
 OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType({
     # moonshotai/Kimi-K2-*: DeepSeek-V3's code, of which only the model_type was renamed. Sigmoid scores, a bias for
     # the choice (noaux_tc), experts in every layer after the first ones: so do DeepseekV3TopkRouter and its layers.
@@ -61,13 +70,20 @@ OTHER_NAMES: Mapping[str, OtherName] = MappingProxyType({
             "use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True,
         },
     ),
+    # liuhaotian/llava-v1.5-*: its LlavaLlamaForCausalLM inherits from LlamaForCausalLM, keeps Llama's entries at the
+    # top level and Llama's names of tensors, and only replaces embeddings of tokens by those of pictures. transformers'
+    # own llava is another publication, whose configs have a text_config and another architecture.
+    "llava": OtherName(
+        "llama", "LlavaLlamaForCausalLM", frozenset({"_name_or_path", "max_length"}) | _PICTURES_OF_LLAVA, {},
+        beside=("model.image_newline", "model.mm_projector.*", "model.vision_tower.*"),
+    ),
 })  # fmt: skip
 
 
-def known_as(entries: Mapping[str, Any]) -> str | None:
-    """The model type of transformers that a config's `entries` are one of, under another name; None: none is known."""
+def known_as(entries: Mapping[str, Any]) -> OtherName | None:
+    """What transformers has that a config's `entries` are one of, under another name; None: none is known."""
     other = OTHER_NAMES.get(entries["model_type"])
-    return None if other is None or differences(entries) else other.model_type
+    return None if other is None or differences(entries) else other
 
 
 def differences(entries: Mapping[str, Any]) -> tuple[str, ...]:

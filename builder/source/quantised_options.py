@@ -142,6 +142,8 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             raise refuse(method, _described(str(name), value), where)
     if method == "modelopt":
         _check_modelopt(entries, where)
+    if method == "mlx" and not {"group_size", "bits"} <= set(entries):
+        raise refuse(method, "no group_size, or no bits", where)
     if method == "compressed-tensors":
         if "config_groups" not in entries:
             raise refuse(method, "no config_groups", where)
@@ -344,5 +346,6 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
         "desc_act": _one_of(True, False, None),
     },
+    "mlx": {"bits": _one_of(4, 8), "group_size": _one_of(32, 64, 128), "mode": _one_of("affine")},
 }  # fmt: skip
 """The options of each method that say what is stored, and whether a value of theirs is known."""

@@ -55,6 +55,9 @@ class Source:
     facts: Facts
     entries: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What `config.json` says, as it stands there; empty for a config object."""
+    beside: tuple[str, ...] = ()
+    """Patterns of tensors of the checkpoint that belong to other parts than the decoder, of which transformers' class
+    for the config knows nothing."""
 
     @property
     def has_code(self) -> bool:
@@ -88,7 +91,7 @@ def open_source(
         nemotron_nas.register()
     same = None if model_type else known_as(entries)
     raw = {entry: value for entry, value in entries.items() if same is None or entry != "architectures"}
-    config = _read_config(raw, folder, name, allow_code, model_type or same)
+    config = _read_config(raw, folder, name, allow_code, model_type or (same and same.model_type))
     beside = {file: read_object(folder / file, f"{name}: {file}") for file in quantised_options.FILES}
     said = {file: found for file, found in beside.items() if found is not None}
     quantised_options.add_quantisation(config, said, name)
@@ -96,11 +99,10 @@ def open_source(
     generation = parse_object(files.get(GENERATION, b"{}"), f"{name}: {GENERATION}")
     facts = _checked_facts(config, name, entries, generation)
     if same is not None:
-        note = (
-            f"its model type {entries['model_type']} is transformers' {same} under another name, and is built as that"
-        )
+        known = f"transformers' {same.model_type} under another name"
+        note = f"its {entries['model_type']} decoder is {known}, and is built as that"
         facts = facts._replace(notes=(*facts.notes, note))
-    return Source(name, config, files, facts, entries)
+    return Source(name, config, files, facts, entries, same.beside if same else ())
 
 
 def reason(error: Exception) -> str:
@@ -300,5 +302,6 @@ def _check_read(config: PreTrainedConfig, entries: dict[str, Any], name: str) ->
                 "config-invalid",
                 f"{name}: {size} is {entries[size]} at the config's top level, where no {type(config).__name__} reads "
                 f"it: without {'.'.join(way)} it is {read}",
-                fix=f"move the decoder's entries into {'.'.join(way)}, as in a published {config.model_type} config",
+                fix=f"take config.json whole from the publisher, with its {'.'.join(way)}: what is left out of that is "
+                f"the default of {config.model_type} models",
             )

@@ -122,6 +122,8 @@ def _kept(recipe: Recipe, dtype: Dtype) -> Kept:
 
 
 def _dequantised(recipe: Dequantise) -> Kept:
+    if recipe.biases is not None:
+        raise Misfit("its groups have biases, and no op adds these")
     shape = recipes.shape(recipe)
     rank = len(shape)
     given = {name: part for name in _STEPS if (part := getattr(recipe, name)) is not None}

@@ -30,6 +30,7 @@ from precast.ir.patterns import matches
 from precast.ir.weights import recipes as ir_recipes
 
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
+_PART_BEGINS = "(^|\\.)"
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
 
 
@@ -38,15 +39,17 @@ class ModelCheckpoint:
 
     `quantisation`: the config's `quantization_config`, if the checkpoint is quantised; an unknown one is refused
     (`feature-unsupported`). `whole`: the multimodal model that the model is the text decoder of, if its checkpoint may
-    be the other's. `at_load`: whether weights of a checkpoint that isn't quantised are while they are read.
+    be the other's. `beside`: patterns of tensors of the checkpoint that are no part of the model. `at_load`: whether
+    weights of a checkpoint that isn't quantised are while they are read.
     """
 
     def __init__(
         self, model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None,
-        whole: PreTrainedModel | None = None, *, at_load: bool = False,
+        whole: PreTrainedModel | None = None, beside: Iterable[str] = (), *, at_load: bool = False,
     ) -> None:  # fmt: skip
         self._model = model
         self._whole = whole
+        self._beside = tuple(beside)
         self._tied = _tied(model)
         self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation)
         self._quantised: dict[str, Weight] = {}
@@ -104,7 +107,7 @@ class ModelCheckpoint:
     def _unused(self, rules: Checkpoint, used: set[str]) -> tuple[str, ...]:
         """What the graph doesn't use of the model's checkpoint, or of the multimodal model's."""
         tensors = self._used_tensors(used)
-        patterns = set(unused_patterns(self._saved, tensors))
+        patterns = {*self._beside, *unused_patterns(self._saved, tensors)}
         if self._whole is not None:
             saved = saved_tensors(self._whole, _tied(self._whole))
             found = [ir_recipes.resolve(name, saved, rules) for name in tensors]
@@ -172,6 +175,9 @@ def _globs(pattern: str) -> list[str]:
 
     Leaving one out is safe: its tensors are then reported as unexpected.
     """
+    if pattern.startswith(_PART_BEGINS):
+        rest = pattern.removeprefix(_PART_BEGINS)
+        return [*_globs("^" + rest), *_globs("\\." + rest)]
     anchored_start, anchored_end = pattern.startswith("^"), pattern.endswith("$")
     body = pattern.removeprefix("^").removesuffix("$")
     tokens: list[str] = _PATTERN_TOKEN.findall(body)

@@ -221,8 +221,9 @@ class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
     and without them groups are of neighbours, in order.
     `zero_offset` is added to what `zeros` holds, or is all that is subtracted. `nvfp4`: `of [.., r, c / 2]`, two values
     a byte, times `scales [.., r, c / 16]` and `global_scale [.., 1, 1]`, by which `nvfp4_divided` divides the scales.
-    `packed4` and `packed8`: n = 8 or 4 values in each int32, `[o, i / n]`, `scales [o, g]`, `zeros [o / n, g]`. `int8`:
-    as `fp8`, minus `zeros`, if there are some.
+    `packed4` and `packed8`: n = 8 or 4 values in each int32, `[o, i / n]`, `scales [o, g]`, `zeros [o / n, g]`, and
+    `biases [o, g]`, which are added last, where there are no `groups`. `int8`: as `fp8`, minus `zeros`, if there are
+    some.
     """
 
     of: Recipe
@@ -233,6 +234,7 @@ class Dequantise(Wire, frozen=True, tag="dequantise", tag_field="k"):
     groups: Recipe | None = None
     zero_offset: int = 0
     global_scale: Recipe | None = None
+    biases: Recipe | None = None
 
 
 class Quantise(Wire, frozen=True, tag="quantise", tag_field="k"):

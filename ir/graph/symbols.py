@@ -211,12 +211,19 @@ def _apply(op: str, *args: Expr) -> Expr:
         if all(coefficient % args[1] == 0 for coefficient in poly.values()):
             quotient = {monomial: coefficient // args[1] for monomial, coefficient in poly.items()}
             return 0 if op == "mod" else _from_polynomial(quotient)
-        whole = {monomial: coefficient for monomial, coefficient in poly.items() if coefficient % args[1] == 0}
-        if whole and op in _BINARY:  # (b q + r) / b is q + r / b, rounded either way, and its rest that of r
-            rest = _apply(op, _from_polynomial({m: c for m, c in poly.items() if m not in whole}), args[1])
-            quotient = {monomial: coefficient // args[1] for monomial, coefficient in whole.items()}
-            return rest if op == "mod" else add(_from_polynomial(quotient), rest)
+        whole = {monomial: _whole(monomial, coefficient, args[1]) for monomial, coefficient in poly.items()}
+        if any(whole.values()):  # (b q + r) / b is q + r / b, rounded either way, and its rest that of r
+            rest = _from_polynomial({monomial: c - whole[monomial] * args[1] for monomial, c in poly.items()})
+            rest = _apply(op, rest, args[1])
+            return rest if op == "mod" else add(_from_polynomial(whole), rest)
     return Apply(op, args)  # type: ignore[arg-type]
+
+
+def _whole(monomial: Monomial, coefficient: int, divisor: int) -> int:
+    """How often a positive divisor goes into a coefficient, towards 0; into a constant only without a rest."""
+    if not monomial:
+        return coefficient // divisor if coefficient % divisor == 0 else 0
+    return coefficient // divisor if coefficient > 0 else -(-coefficient // divisor)
 
 
 @lru_cache(maxsize=4096)

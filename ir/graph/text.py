@@ -104,10 +104,11 @@ def format_recipe(recipe: schema.Recipe) -> str:
             return f"each({format_recipe(of)}, dim={dim}, count={count}, start={start})"
         case schema.Repeat(of, dim, count):
             return f"repeat({format_recipe(of)}, dim={dim}, count={symbols.text(count)})"
-        case schema.Dequantise(of, scales, kind, block, zeros, groups, offset, whole):
+        case schema.Dequantise(of, scales, kind, block, zeros, groups, offset, whole, biases):
             size = f"[{block[0]}, {block[1]}]" if block else "none"
             rest = f"zeros={_maybe(zeros)}, groups={_maybe(groups)}, zero_offset={offset}"
             rest += "" if whole is None else f", global_scale={format_recipe(whole)}"
+            rest += "" if biases is None else f", biases={format_recipe(biases)}"
             return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
         case schema.Quantise(of, part, block):
             return f"quantise({part}, {format_recipe(of)}, block=[{block[0]}, {block[1]}])"

@@ -29,6 +29,9 @@ StoredDtype = Dtype | Literal["F8_E8M0"]
 """The element types that weights are read from. F8_E8M0 (float8_e8m0fnu) are exponents, of scales: e stands for
 2 ^ (e - 127), and 255 for no number. All of them are float32's."""
 
+_SAME_BITS = {"U32": "int32"}
+"""Types of files whose tensors are read as those of a type of the schema: words that values are packed in, which some
+quantisers call signed and others don't."""
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx")
 _CONVERT = (
     "convert it once: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) "
@@ -40,7 +43,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor of a checkpoint: `nbytes` bytes from byte `offset` of `file` on, row-major, little endian.
 
     `file` is a name in the checkpoint's folder; `dtype` is in the schema's words, or the file's own name of a type that
-    the schema doesn't know.
+    the schema doesn't know. Tensors of uint32 count as int32, of the same bits.
     """
 
     file: str
@@ -168,7 +171,8 @@ def _collect(folder: Folder, names: list[str]) -> CheckpointFiles:
         for tensor, entry in header.items():
             if tensor in found.tensors:
                 twice.append(f"{tensor} in {found.tensors[tensor].file} and {name}")
-            found.tensors[tensor] = StoredTensor(name, entry.dtype, entry.shape, entry.start, entry.nbytes)
+            dtype = _SAME_BITS.get(entry.dtype, entry.dtype)
+            found.tensors[tensor] = StoredTensor(name, dtype, entry.shape, entry.start, entry.nbytes)
         if len(found.tensors) > limits.MAX_CHECKPOINT_TENSORS:
             raise _too_many(limits.MAX_CHECKPOINT_TENSORS, "tensors", folder.name)
     if twice:

@@ -18,7 +18,7 @@ PACKED = {"packed4": 8, "packed8": 4}
 NVFP4_BLOCK = 16
 """Values that share a scale in NVFP4."""
 
-PARTS = ("of", "scales", "zeros", "groups", "global_scale")
+PARTS = ("of", "scales", "zeros", "groups", "global_scale", "biases")
 """The parts of a `Dequantise`, in the order in which they are handed on; all but the first two may be absent."""
 
 _STORED: dict[str, Dtype] = {
@@ -43,7 +43,8 @@ _NEEDED = {
     "int8": ("block",),
 }
 _OPTIONAL = {
-    "gptq": ("groups",), "packed4": ("zeros", "groups"), "packed8": ("zeros", "groups"), "int8": ("zeros",),
+    "gptq": ("groups",), "packed4": ("zeros", "groups", "biases"), "packed8": ("zeros", "groups", "biases"),
+    "int8": ("zeros",),
 }  # fmt: skip
 
 Sizes = tuple[Expr, ...]
@@ -73,7 +74,7 @@ def shape_in_op(
     """The sizes of the values that an op reads from parts, named as in `PARTS`, for what stands in a `Dequantise`.
 
     Sizes are expressions over the world's symbols here. One part may be another way than in a recipe: the
-    `global_scale` may have one value for each row, [.., R, 1].
+    `global_scale` may have one value for each row, [.., R, 1]. No op has `biases`.
 
     Raises RecipeError where parts don't fit each other.
     """
@@ -109,7 +110,7 @@ def scales_dtypes(format: str) -> tuple[Dtype, ...]:
 
 def _expect_parts(format: str, given: Iterable[str], block: Sequence[Expr] | None, zero_offset: int) -> None:
     has = {"of", *given} | ({"block"} if block is not None else set())
-    for name in ("scales", "block", "zeros", "groups", "global_scale"):
+    for name in ("scales", "block", "zeros", "groups", "global_scale", "biases"):
         wanted = name == "scales" or name in _NEEDED[format]
         fits = (name in has) == wanted or name in _OPTIONAL.get(format, ())
         expect(fits, f"{format}: {name} is {'missing' if wanted else 'not part of the format'}")
@@ -143,6 +144,8 @@ def dtype(recipe: Dequantise, *parts: Dtype | None) -> Dtype:
     expect(scales in _SCALES.get(recipe.format, _ANY_FLOAT), f"{recipe.format}: scales of {scales}")
     whole = found.get("global_scale", "float32")
     expect(whole in _ANY_FLOAT, f"{recipe.format}: a global scale of {whole}")
+    biases = found.get("biases", "float32")
+    expect(biases in _ANY_FLOAT, f"{recipe.format}: biases of {biases}")
     integer: Dtype = "int8" if recipe.format == "int8" else "int32"
     fits = all(found.get(name, integer) == integer for name in ("zeros", "groups"))
     expect(fits, f"{recipe.format}: zeros and groups are of {integer}")
@@ -192,7 +195,8 @@ def _packed(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     fits = symbols.equal(scales[0], of[0]) and scales[1] != 0 and ("groups" in sizes or _divides(scales[1], columns))
     zeros, groups = sizes.get("zeros"), sizes.get("groups")
     fits = fits and (zeros is None or _equal(zeros, (symbols.ceildiv(of[0], each), scales[1])))
-    fits = fits and (groups is None or _equal(groups, (columns,)))
+    fits = fits and (groups is None or (_equal(groups, (columns,)) and "biases" not in sizes))
+    fits = fits and _equal(sizes.get("biases", scales), scales)
     found = ", ".join(f"{name} of {_text(size)}" for name, size in sizes.items())
     expect(fits, f"{format}: {found} don't fit")
     return (of[0], columns)

@@ -2,7 +2,7 @@
 
 All of it is plain torch on the tensors' device. An element's value takes one product of numbers that float32 holds
 exactly (few bits and the scale), so it is rounded once; in NVFP4 the scale is a rounded product, or quotient, of two
-scales itself. Nothing is read back to the host.
+scales itself, and where there are biases the sum is rounded, too. Nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ class Quantised(NamedTuple):
     zero_offset: int = 0
 
 
-def dequantise(parts: Quantised) -> torch.Tensor:
-    """The float32 tensor that the parts mean, contiguous. A value whose group has no scales is 0."""
+def dequantise(parts: Quantised, biases: torch.Tensor | None = None) -> torch.Tensor:
+    """The float32 tensor that the parts mean, contiguous. A value whose group has no scales is 0.
+
+    `biases` [R, G]: of `packed4` and `packed8`, what is added to each group of a row. Recipes have it, and no op.
+    """
     values, scales, zeros, format = parts.weight, parts.scales, parts.zeros, parts.format
     if format in ("fp8", "int8"):
         assert parts.block is not None
@@ -48,7 +51,7 @@ def dequantise(parts: Quantised) -> torch.Tensor:
         assert parts.global_scale is not None
         return _nvfp4(values, scales, parts.global_scale, divided=format == "nvfp4_divided")
     if format in PACKED:
-        return _packed(parts)
+        return _packed(parts, biases)
     assert zeros is not None
     if format == "awq":
         unpacked, points = _unpacked(values, _AWQ_SHIFTS), _unpacked(zeros, _AWQ_SHIFTS)
@@ -93,16 +96,18 @@ def _fp4(values: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((1.0 - 2.0 * (bits >> 3)) * mantissa, exponent.clamp_(min=1) - 2)
 
 
-def _packed(parts: Quantised) -> torch.Tensor:
+def _packed(parts: Quantised, biases: torch.Tensor | None) -> torch.Tensor:
     bits = 32 // PACKED[parts.format]
     shifts = tuple(range(0, 32, bits))
     values, scales = _unpacked(parts.weight, shifts).t(), parts.scales.t()
     groups = _groups_in_order(values, len(scales)) if parts.groups is None else parts.groups
-    if parts.zeros is None:
-        return _scaled(values, parts.zero_offset, scales, groups).t().contiguous()
-    # rows are packed together, and the last of them filled up
-    points = _unpacked(parts.zeros.t(), shifts)[:, : values.shape[1]] + parts.zero_offset
-    return _scaled(values, points, scales, groups).t().contiguous()
+    points: torch.Tensor | int = parts.zero_offset
+    if parts.zeros is not None:  # rows are packed together, and the last of them filled up
+        points = _unpacked(parts.zeros.t(), shifts)[:, : values.shape[1]] + parts.zero_offset
+    made = _scaled(values, points, scales, groups)
+    if biases is not None:
+        made += biases.t().float()[groups]
+    return made.t().contiguous()
 
 
 def _groups_in_order(values: torch.Tensor, count: int) -> torch.Tensor:

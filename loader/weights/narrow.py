@@ -150,9 +150,14 @@ def _packed(recipe: ir.Dequantise, shapes: dict[str, Shape], rows: _Extent, colu
         columns = columns.whole(each)
     if zeros is not None:
         zeros = _sliced(zeros, shapes["zeros"], 1, kept)
+
+    def of_groups(part: ir.Recipe) -> ir.Recipe:
+        return _sliced(_sliced(part, shapes["scales"], 0, rows), shapes["scales"], 1, kept)
+
     changes = {
         "of": _sliced(_sliced(recipe.of, shapes["of"], 0, rows), shapes["of"], 1, columns.over(each)),
-        "scales": _sliced(_sliced(scales, shapes["scales"], 0, rows), shapes["scales"], 1, kept),
+        "scales": of_groups(scales),
+        "biases": None if recipe.biases is None else of_groups(recipe.biases),
         "zeros": zeros,
         "groups": None if groups is None else _sliced(groups, shapes["groups"], 0, columns),
     }

@@ -174,7 +174,7 @@ def _made(recipe: Dequantise | Quantise, parts: Mapping[str, torch.Tensor]) -> t
 
 def _values(recipe: Dequantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What the recipe makes of its parts, float32. Raises WeightsError (weights-mismatch) for groups without scales."""
-    others = {name: part for name, part in parts.items() if name != "of"}
+    others = {name: part for name, part in parts.items() if name not in ("of", "biases")}
     groups = others.get("groups")
     if groups is not None and groups.numel():
         count = parts["scales"].shape[0 if recipe.format == "gptq" else 1]
@@ -183,7 +183,8 @@ def _values(recipe: Dequantise, parts: Mapping[str, torch.Tensor]) -> torch.Tens
             message = f"g_idx has {least} to {most}, expected 0 to {count - 1}"
             raise WeightsError("weights-mismatch", message, fix="the checkpoint is damaged: download or copy it again")
     format, block, offset = recipe.format, recipe.block, recipe.zero_offset
-    return dequantise(Quantised(parts["of"], **others, format=format, block=block, zero_offset=offset))
+    stored = Quantised(parts["of"], **others, format=format, block=block, zero_offset=offset)
+    return dequantise(stored, parts.get("biases"))
 
 
 def _in_rounds(computed: Sequence[Computed], stored: Mapping[str, StoredTensor]) -> Iterator[list[Computed]]:

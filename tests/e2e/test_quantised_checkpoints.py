@@ -354,6 +354,25 @@ def test_scales_that_16_bits_do_not_hold_are_refused(
     assert fits or re.search(f"{name}: a scale that bfloat16 doesn't hold exactly(.|\n)*--dequantise", message)
 
 
+@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("llama-tied-bias", 8)])
+def test_mlx(family: str, bits: int, tmp_path: Path) -> None:
+    """As mlx_lm writes it: embeddings are quantised, too, and both entries of the config say it. All of it becomes
+    numbers of the bundle's dtype as it is read."""
+    which, groups = r"(.*_proj|.*embed_tokens|lm_head)\.weight", {"group_size": 32, "bits": bits}
+    case = Case(family, groups, lambda name, weight: quantised.mlx(name, weight, bits, 32), which=which)
+    plain, stored = write(case, tmp_path)
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps(config | {"quantization": groups}))
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+
+    bundle = precast.build(stored, tmp_path / "bundle", dtype="float32")
+
+    assert relative_error(logits(bundle, stored), hf_logits(model, [PROMPT])[0]) < 1e-5
+    assert [*bundle.provenance["dequantised"]] == ["its groups have biases, and no op adds these"]
+    assert prove(bundle, stored, tp=2).holds
+    assert prove_with_random_weights(bundle, tp=2).proof.holds
+
+
 REAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "num_hidden_layers": 1}  # fmt: skip
 """Llama-3-8B's."""

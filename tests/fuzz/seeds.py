@@ -67,6 +67,7 @@ _PACKED4 = Dequantise(
     Read("z", (1, 2), "int32"),
     Read("g", (32,), "int32"),
 )
+_AFFINE = Dequantise(Read("q", (6, 4), "int32"), Read("s", (6, 2)), "packed4", biases=Read("b", (6, 2)))
 _INT8 = Dequantise(Read("q", (8, 6), "int8"), Read("s", (8, 1)), "int8", (1, 6), Read("z", (8, 1), "int8"))
 _RECIPES: dict[str, Recipe] = {
     "views": Cast(Slice(Transpose(Reshape(_W, (2, 12)), 0, 1), 0, 3, 5), "float32"),
@@ -79,6 +80,7 @@ _RECIPES: dict[str, Recipe] = {
     "gptq": Cast(_GPTQ, "bfloat16"),
     "nvfp4": Cast(_NVFP4, "bfloat16"),
     "packed4": Cast(_PACKED4, "bfloat16"),
+    "affine": Cast(_AFFINE, "bfloat16"),
     "int8": Cast(_INT8, "bfloat16"),
     "quantise": Quantise(Read("a", (5, 7)), "values", (2, 3)),
     "scale": Scale(("a.k_scale", "a.k_proj.k_scale")),

@@ -588,11 +588,12 @@ def _dequantise(cursor: Cursor) -> Dequantise:
     cursor.key("groups")
     groups = None if cursor.takes("none") else _recipe(cursor)
     cursor.key("zero_offset")
-    offset, whole = cursor.int(), None
-    if cursor.at(","):
-        cursor.key("global_scale")
-        whole = _recipe(cursor)
-    return Dequantise(of, scales, format, block, zeros, groups, offset, whole)  # type: ignore[arg-type]
+    offset, others = cursor.int(), {}
+    for name in ("global_scale", "biases"):
+        if cursor.at(",") and cursor.then.text == name:
+            cursor.key(name)
+            others[name] = _recipe(cursor)
+    return Dequantise(of, scales, format, block, zeros, groups, offset, **others)  # type: ignore[arg-type]
 
 
 def _pair(cursor: Cursor) -> tuple[int, int]:

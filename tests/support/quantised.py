@@ -32,7 +32,8 @@ def unpack(packed: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What the recipe makes of its parts (values, scales, zeros, groups, a global scale, as far as it has them)."""
+    """What the recipe makes of its parts (values, scales, zeros, groups, a global scale, biases, as far as it has
+    them)."""
     values, scales = parts[0], parts[1]
     if recipe.format in ("fp8", "int8"):
         assert recipe.block is not None
@@ -45,7 +46,11 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
     if recipe.format in ("packed4", "packed8"):
         found = list(parts[2:])
         zeros = found.pop(0) if recipe.zeros is not None else None
-        return _packed(values, scales, zeros, found[0] if found else None, recipe.format, recipe.zero_offset)
+        groups = found.pop(0) if recipe.groups is not None else None
+        made = _packed(values, scales, zeros, groups, recipe.format, recipe.zero_offset)
+        if recipe.biases is not None:
+            made += found[0].float().repeat_interleave(made.shape[1] // scales.shape[1], 1)
+        return made
     if recipe.format == "awq":
         whole, zeros = unpack(values, AWQ_ORDER), unpack(parts[2], AWQ_ORDER)
         groups = torch.arange(len(whole)) // (len(whole) // len(scales))
@@ -225,6 +230,19 @@ def packed_mxfp4(name: str, weight: torch.Tensor) -> Stored:
     scales = torch.randint(118, 124, (rows, columns // 32)).to(torch.uint8)
     dense = _mxfp4(values.reshape(rows, columns // 32, 16), scales)
     return {name + "_packed": values, name + "_scale": scales}, dense
+
+
+def mlx(name: str, weight: torch.Tensor, bits: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Stored:
+    """MLX's `quantize`: unsigned integers in groups of `size` inputs, which `dequantize` multiplies with their group's
+    scale, and adds its bias to. The words are uint32."""
+    outputs, inputs = weight.shape
+    values = torch.randint(0, 1 << bits, (outputs, inputs))
+    scales, biases = ((torch.rand(outputs, inputs // size) * 0.1 / (1 << bits)).to(dtype) for _ in range(2))
+    biases -= 0.05
+    stem = name.removesuffix(".weight")
+    words = pack_bits(values, bits).view(torch.uint32)
+    dense = values * scales.float().repeat_interleave(size, 1) + biases.float().repeat_interleave(size, 1)
+    return {name: words, f"{stem}.scales": scales, f"{stem}.biases": biases}, dense
 
 
 def one_by_one(name: str, weight: torch.Tensor, quantise: Callable[[str, torch.Tensor], Stored]) -> Stored:

@@ -371,7 +371,14 @@ def test_modelopts_float8_in_a_file_of_its_own(tmp_path: Path) -> None:
         ),
         ({}, {"hf_quant_config": {"quantization": {"quant_algo": "FP8"}}}, "by modelopt, with no list of the modules"),
         ({"quantization_config": {"quant_algo": "INT4_AWQ"}}, {}, "by modelopt, with quant_algo = 'INT4_AWQ'"),
-        ({"quantization": BITS, "quantization_config": BITS}, {}, "quantised by mlx; known are fp8"),
+        ({"quantization": {"bits": 4}}, {}, "by mlx, with no group_size, or no bits"),
+        ({"quantization": BITS | {"bits": 3}, "quantization_config": BITS | {"bits": 3}}, {}, "by mlx, with bits = 3"),
+        ({"quantization": BITS | {"mode": "mxfp4"}}, {}, "by mlx, with mode = 'mxfp4'"),
+        (
+            {"quantization": BITS | {"model.layers.0.mlp.down_proj": {"bits": 8}}},
+            {},
+            "by mlx, with model.layers.0.mlp.down_proj = ",
+        ),
         ({"quantization": "int8"}, {}, "quantised by int8; known are fp8"),
         ({"quantization_config": BITS}, {}, r"by a method that isn't named \(group_size, bits\)"),
         (

@@ -13,7 +13,10 @@ from precast.builder.source.source import open_source
 from precast.ir.errors import BuildError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PUBLISHED = {"kimi_k2": "moonshotai--Kimi-K2-Instruct", "minimax_m3": "MiniMaxAI--MiniMax-M3"}
+PUBLISHED = {
+    "kimi_k2": "moonshotai--Kimi-K2-Instruct", "minimax_m3": "MiniMaxAI--MiniMax-M3",
+    "llava": "liuhaotian--llava-v1.5-7b",
+}  # fmt: skip
 
 
 def published(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def test_a_published_config_is_read_as_that_of_transformers(model_type: str) -> 
     assert source.config.model_type == OTHER_NAMES[model_type].model_type
     assert not source.has_code
     assert source.facts.notes == (
-        f"its model type {model_type} is transformers' {source.config.model_type} under another name, "
+        f"its {model_type} decoder is transformers' {source.config.model_type} under another name, "
         "and is built as that",
     )
     assert source.entries["model_type"] == model_type
@@ -47,6 +50,9 @@ def test_a_published_config_is_read_as_that_of_transformers(model_type: str) -> 
         ("kimi_k2", {"index_topk": 2048}, ("index_topk",)),
         ("minimax_m3", {"attention_output_gate": True}, ("attention_output_gate",)),
         ("minimax_m3", {"sparse_attention_config": {"sparse_init_block": 1}}, ("sparse_attention_config",)),
+        ("llava", {"architectures": ["LlavaForConditionalGeneration"]}, ("architectures",)),
+        ("llava", {"text_config": {"model_type": "llama"}}, ("text_config",)),
+        ("llava", {"use_alibi": True}, ("use_alibi",)),
     ],
 )
 def test_a_config_that_says_something_else_is_another_model(
@@ -66,7 +72,7 @@ def test_types_that_are_not_in_the_table_are_not_compared() -> None:
 def test_sizes_and_quantisation_may_be_others() -> None:
     entries = published("kimi_k2", num_hidden_layers=2, quantization_config={"quant_method": "compressed-tensors"})
 
-    assert known_as(entries) == "deepseek_v3"
+    assert known_as(entries) == OTHER_NAMES["kimi_k2"]
 
 
 def test_a_refusal_names_the_entries_that_nobody_compared(tmp_path: Path) -> None:
@@ -83,12 +89,20 @@ def test_a_refusal_names_the_entries_that_nobody_compared(tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # transformers, of an old config
 @pytest.mark.parametrize(
-    ("name", "instead"),
-    [("liuhaotian--llava-v1.5-7b", "llava-hf/llava-1.5-7b-hf"), ("THUDM--glm-4-9b", "THUDM/glm-4-9b-hf")],
+    ("name", "changes", "instead"),
+    [
+        ("liuhaotian--llava-v1.5-7b", {"use_alibi": True}, "llava-hf/llava-1.5-7b-hf"),
+        ("THUDM--glm-4-9b", {}, "THUDM/glm-4-9b-hf"),
+    ],
 )
-def test_a_refusal_names_where_the_model_is_published_for_transformers(name: str, instead: str) -> None:
+def test_a_refusal_names_where_the_model_is_published_for_transformers(
+    name: str, changes: dict[str, Any], instead: str, tmp_path: Path
+) -> None:
+    entries = json.loads((CONFIGS / name / "config.json").read_text(encoding="utf-8")) | changes
+    (tmp_path / "config.json").write_text(json.dumps(entries), encoding="utf-8")
+
     with pytest.raises(BuildError) as refused:
-        open_source(CONFIGS / name)
+        open_source(tmp_path)
 
     assert instead in str(refused.value.fix)
 

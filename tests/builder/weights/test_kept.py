@@ -266,6 +266,7 @@ def test_rows_in_another_order(kind: str) -> None:
         Reshape(weight("nvfp4", "w", 32, 32, Files()), (16, 64)),
         Reshape(weight("packed4", "w", 32, 32, Files()), (1024,)),
         Stack((weight("fp8", "a", 32, 32, Files()), weight("fp8", "b", 32, 32, Files(), whole=True)), 0),
+        Dequantise(Read("w", (8, 4), "int32"), Read("s", (8, 1)), "packed4", biases=Read("b", (8, 1))),
     ],
 )
 def test_what_is_dequantised(recipe: Recipe) -> None:

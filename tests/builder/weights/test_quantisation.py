@@ -470,6 +470,39 @@ def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any])
     assert len(read[1]) > 1
 
 
+# --- MLX ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "bits", "size"),
+    [
+        (config_of("llama"), 4, 32),
+        (config_of("llama", tie_word_embeddings=True), 8, 64),
+        (config_of("qwen2"), 4, 64),
+        (config_of("qwen3", intermediate_size=128), 8, 32),
+    ],
+    ids=["llama", "tied", "qwen2", "qwen3"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mlx(config: Any, bits: int, size: int, dtype: str, tmp_path: Path) -> None:
+    """All linear layers and embeddings of whole groups: not the inputs of `down_proj`, 96, in groups of 64."""
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        is_matrix = name.endswith(("_proj.weight", "embed_tokens.weight", "lm_head.weight"))
+        return quantised.mlx(name, tensor, bits, size) if is_matrix and tensor.shape[1] % size == 0 else None
+
+    check(config, {"quant_method": "mlx", "group_size": size, "bits": bits}, quantise, tmp_path, dtype=dtype)
+
+
+def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
+    meta = make_module(shrink(AutoConfig.for_model("qwen3_next")), "float32")
+
+    with pytest.raises(BuildError, match="quantised by mlx, with model type qwen3_next") as error:
+        ModelCheckpoint(meta, {"quant_method": "mlx", "group_size": 64, "bits": 4})
+
+    assert error.value.code == "feature-unsupported"
+
+
 # --- what isn't known --------------------------------------------------------------------------------------------
 
 
@@ -524,6 +557,7 @@ def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any])
         ({**compressed("channel"), "transform_config": rotated("weight_input", "input")}, "transform_config = "),
         ({**compressed("channel"), "transform_config": rotated("k_cache")}, "transform_config = "),
         ({"quant_method": "mxfp4"}, "model type llama"),
+        ({"quant_method": "mlx", "group_size": 16, "bits": 4}, "group_size = 16"),
         ({"quant_method": "awq", "bits": 4, "group_size": 48}, "64 inputs in groups of 48"),
     ],
 )

@@ -116,6 +116,10 @@ def test_a_pattern_of_transformers_becomes_a_glob(pattern: str, glob: str) -> No
     assert ignored(pattern) == {glob}
 
 
+def test_a_pattern_for_where_a_part_of_a_name_begins() -> None:
+    assert ignored(r"(^|\.)layers\.45\.") == {"layers.45.*", "*.layers.45.*"}
+
+
 @pytest.mark.parametrize("pattern", [r"(a|b)\.bias", "h[0-9]", "a+", "a?", r"\w+", "a{2}", "layer*"])
 def test_a_pattern_that_no_glob_can_say_is_left_out(pattern: str) -> None:
     assert ignored(pattern, "kept") == {"*kept*"}

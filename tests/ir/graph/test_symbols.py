@@ -168,6 +168,16 @@ def test_what_is_never_negative_is_never_negative(expr: Expr, bound: dict[str, i
         (apply("ceildiv", apply("add", apply("mul", "T", 2), 1), 2), apply("add", "T", 1)),
         (apply("mod", apply("add", apply("mul", "T", 6), "B"), 3), apply("mod", "B", 3)),
         (apply("mod", apply("mul", "T", 6), 3), 0),
+        (
+            apply("floordiv", apply("add", apply("mul", 7, "T"), "B"), 3),
+            apply("add", apply("mul", 2, "T"), apply("floordiv", apply("add", "B", "T"), 3)),
+        ),
+        (apply("ceildiv", apply("mul", 129, "T"), 128), apply("add", "T", apply("ceildiv", "T", 128))),
+        (
+            apply("floordiv", apply("mul", -4, "T"), 3),
+            apply("add", apply("mul", -1, "T"), apply("floordiv", apply("mul", -1, "T"), 3)),
+        ),
+        (apply("mod", apply("mul", 7, "T"), 3), apply("mod", "T", 3)),
         (apply("max", "T", "T"), "T"),
         (apply("mul", "T", 0), 0),
         (apply("mul", 1, "T"), "T"),

@@ -260,6 +260,7 @@ RECIPES = st.recursive(
             st.one_of(st.none(), inner),
             INTS,
             st.one_of(st.none(), inner),
+            st.one_of(st.none(), inner),
         ),
     ),
     max_leaves=5,

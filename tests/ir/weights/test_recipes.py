@@ -67,6 +67,7 @@ NVFP4 = Dequantise(
     global_scale=Read("t", (2, 1, 1)),
 )  # fmt: skip
 PACKED4 = Dequantise(whole("q", 6, 4), Read("s", (6, 2)), "packed4", zero_offset=8)
+AFFINE = Dequantise(whole("q", 6, 4), Read("s", (6, 2)), "packed4", biases=Read("b", (6, 2)))
 PACKED8 = Dequantise(whole("q", 6, 4), Read("s", (6, 3)), "packed8", None, whole("z", 2, 3), whole("g", 16))
 INT8 = Dequantise(whole("w", 10, 7, dtype="int8"), Read("s", (10, 1)), "int8", (1, 7), whole("z", 10, 1, dtype="int8"))
 
@@ -107,6 +108,8 @@ NORM = "model.norm.weight"
         (PACKED4, (6, 32)),
         (replace(PACKED4, zeros=whole("z", 1, 2)), (6, 32)),
         (PACKED8, (6, 16)),
+        (AFFINE, (6, 32)),
+        (replace(AFFINE, format="packed8"), (6, 16)),
         (INT8, (10, 7)),
         (replace(INT8, zeros=None), (10, 7)),
     ],
@@ -174,6 +177,9 @@ def test_shape(recipe: Recipe, shape: tuple[Expr, ...]) -> None:
         replace(PACKED4, scales=Read("s", (5, 2))),
         replace(PACKED4, zeros=whole("z", 6, 2)),
         replace(PACKED4, block=(1, 16)),
+        replace(AFFINE, biases=Read("b", (6, 1))),
+        replace(AFFINE, groups=whole("g", 32)),
+        replace(GPTQ_IN_ORDER, biases=Read("b", (4, 8))),
         replace(PACKED8, groups=whole("g", 4)),
         replace(PACKED8, zeros=whole("z", 1, 3)),
         replace(INT8, zeros=whole("z", 10, 7, dtype="int8")),
@@ -202,6 +208,7 @@ def test_recipes_that_contradict_themselves(recipe: Recipe) -> None:
         (GPTQ, "float32"),
         (NVFP4, "float32"),
         (PACKED8, "float32"),
+        (AFFINE, "float32"),
         (INT8, "float32"),
     ],
 )
@@ -226,6 +233,7 @@ def test_parts_of_different_dtypes() -> None:
         replace(NVFP4, global_scale=whole("t", 2, 1, 1)),
         replace(PACKED4, of=whole("q", 6, 4, dtype="uint8")),
         replace(PACKED8, zeros=whole("z", 2, 3, dtype="int8")),
+        replace(AFFINE, biases=whole("b", 6, 2)),
         replace(INT8, zeros=whole("z", 10, 1)),
     ],
 )
@@ -243,6 +251,7 @@ def test_a_part_of_each_is_read_by_its_number() -> None:
 
 def test_all_parts_of_a_quantised_tensor_are_read() -> None:
     assert [read.tensor for read in recipes.leaves(Cast(GPTQ, "bfloat16"))] == ["q", "s", "z", "g"]
+    assert [read.tensor for read in recipes.leaves(AFFINE)] == ["q", "s", "b"]
     numbered = recipes.nth(
         Each(Dequantise(whole("*.q", 6, 2), Read("*.s", (3, 16)), "awq", zeros=whole("*.z", 3, 2)), 0, 2), 1
     )

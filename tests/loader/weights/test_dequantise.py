@@ -234,6 +234,41 @@ def test_packed_integers(tmp_path: Path, device: torch.device, bits: int, zeros:
     assert torch.equal(made.tensors["w"].cpu(), signed.float() * tensors["s"].float()[:, groups])
 
 
+def affine(bits: int) -> tuple[Recipe, Tensors, torch.Tensor]:
+    """MLX's groups, with words of uint32: 11 outputs, 96 inputs in groups of 32, and what they mean."""
+    tensors, dense = quantised.mlx("w.weight", torch.zeros(11, 96), bits, 32)
+    words = Read("w.weight", (11, 96 * bits // 32), "int32")
+    scales, biases = (read(f"w.{part}", tensors) for part in ("scales", "biases"))
+    return Dequantise(words, scales, f"packed{bits}", biases=biases), tensors, dense  # type: ignore[arg-type]
+
+
+@on_each_device
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_with_biases(tmp_path: Path, device: torch.device, bits: int) -> None:
+    recipe, tensors, expected = affine(bits)
+    recipes = {"w": recipe, "part": Slice(Slice(recipe, 0, 3, 5), 1, 40, 30), "low": Cast(recipe, "bfloat16")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    graph = params_graph(recipes, tensors | {"w.weight": tensors["w.weight"].view(torch.int32)})
+
+    made = load_weights(graph, Checkpoint(), CheckpointFiles.open(tmp_path), device=open_device(device)).tensors
+
+    assert torch.equal(made["w"].cpu(), expected)
+    assert torch.equal(made["part"].cpu(), expected[3:8, 40:70])
+    assert torch.equal(made["low"].cpu(), expected.bfloat16())
+
+
+def test_a_part_of_groups_with_biases_reads_its_groups_alone(tmp_path: Path) -> None:
+    """Inputs 40 to 69 are of the second group and the third, which have 32 each; of 5 outputs."""
+    recipe, tensors, _ = affine(4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    recipes = {"p": Slice(Slice(recipe, 0, 3, 5), 1, 40, 30)}
+    graph = params_graph(recipes, tensors | {"w.weight": tensors["w.weight"].view(torch.int32)})
+
+    made = load_weights(graph, Checkpoint(), CheckpointFiles.open(tmp_path), device=open_device("cpu"))
+
+    assert made.bytes_needed == 5 * (64 // 2 + 2 * 2 + 2 * 2)
+
+
 @on_each_device
 @pytest.mark.parametrize("zeros", [False, True])
 def test_int8(tmp_path: Path, device: torch.device, zeros: bool) -> None:
