@@ -264,6 +264,26 @@ def start_page() -> str:
     return text + _table(start_figures.HEADS, start_figures.rows(found)) + f"\n{start_figures.words(found)}"
 
 
+SERVED = {
+    "llama-3.1-8b": "Llama-3.1-8B, bfloat16", "llama-3.1-8b-fp8": "FP8 by row, inputs rounded by token",
+    "llama-3.1-8b-fp8-blocks": "FP8 in blocks, inputs rounded in groups", "llama-3.1-8b-int4": "INT4 in groups of 128",
+    "gpt-oss-20b-mxfp4": "GPT-OSS-20B, MXFP4", "gemma-3-12b": "Gemma-3-12B, bfloat16",
+    "qwen3-30b-a3b-half": "half of Qwen3-30B-A3B, bfloat16",
+}  # fmt: skip
+
+
+def quantised_page() -> str:
+    """The table of docs/quantisation.md: what steps take as they are served, without torch."""
+    rows, found = [], result("gpu_served")
+    for shape in (name for name in SERVED if name in found):
+        driver = found[shape]["driver"]
+        decode = (f"{ms:.2f}" for ms in driver["decode_ms"].values())
+        prefill = f"{round(driver['prefill_tokens_per_s']['1 x 4096'], -2):,.0f}"
+        rows.append((SERVED[shape], f"{found[shape]['checkpoint_bytes'] / 1e9:.1f}", *decode, prefill))
+    heads = ("", "files, GB", *(f"{count} seq., ms" for count in (1, 8, 64, 256)), "prompts of 4,096, tokens/s")
+    return f"One {_read('gpu_served')['machine']['gpu']}, random weights.\n\n" + _table(heads, rows)
+
+
 def image_page() -> str:
     """The table of examples/image/README.md."""
     rows = []
@@ -278,6 +298,7 @@ def image_page() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
     "docs/native.md": native_page,
+    "docs/quantisation.md": quantised_page,
     "docs/registry.md": registry_page,
     "docs/sharding.md": sharding_page,
     "docs/start.md": start_page,
