@@ -34,7 +34,7 @@ _DBRX_EXPERTS: dict[str, Any] = {"hidden_size": 48, "ffn_hidden_size": 28, "moe_
 
 _BLOCKS: dict[str, Any] = {
     "head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "dense_intermediate_size": 80,
-    "shared_intermediate_size": 28, "index_n_heads": 2, "index_head_dim": 14, "index_block_size": 3,
+    "shared_intermediate_size": 28, "index_n_heads": 2, "index_head_dim": 20, "index_block_size": 3,
     "index_topk_blocks": 3, "index_local_blocks": 1,
 }  # fmt: skip
 _TWO_SPARSE: dict[str, Any] = {
@@ -171,7 +171,8 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m3-blocks-of-one-key": (
         "minimax_m3_vl_text",
         {**_BLOCKS, "num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2,
-         "index_n_heads": 4, "index_block_size": 1, "index_topk_blocks": 5, "index_local_blocks": 2},
+         "index_n_heads": 4, "index_head_dim": 14, "index_block_size": 1, "index_topk_blocks": 5,
+         "index_local_blocks": 2},
     ),
     "minimax_m2-tied": (
         "minimax_m2",
