@@ -358,8 +358,8 @@ def test_sparse_attention_compiles(use: Use) -> None:
 def block_uses(capability: tuple[int, int], dtype: Dtype, cache: Dtype | None = None) -> list[Use]:
     """The selection of blocks and the attention to these in a graph, of MiniMax-M3's sizes."""
     types = {name: TensorType("int32", (size,)) for name, size in (
-        ("cu_seqlens", Apply("add", ("B", 1))), ("kv_lens", "B"), ("page_indices", "N"),
-        ("page_indptr", Apply("add", ("B", 1))), ("page_start", "B"))}  # fmt: skip
+        ("cu_seqlens", add("B", 1)), ("kv_lens", "B"), ("page_indices", "N"),
+        ("page_indptr", add("B", 1)), ("page_start", "B"))}  # fmt: skip
     scored = types | {
         "q": TensorType(dtype, (1, "T", 4, 128)), "cache": TensorType(cache or dtype, ("P", 64, 128)),
     }  # fmt: skip
