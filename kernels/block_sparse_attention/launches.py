@@ -99,8 +99,8 @@ def attend(use: Use) -> tuple[Launch, ...]:
               *(Pointer(name) for name in ("q", "k_cache", "v_cache", "selected")),
               *(Pointer(name) if use.has(name) else None for name in ("k_scale", "v_scale")),
               *map(Pointer, _METADATA), add(use.shape("cu_seqlens")[0], -1), parts,
-              *(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("k_cache", axis) for axis in range(4)),
-              *(Stride("v_cache", axis) for axis in range(4)), *(Stride("selected", axis) for axis in (1, 2, 3))),
+              *(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("k_cache", axis) for axis in range(3)),
+              *(Stride("v_cache", axis) for axis in range(3)), *(Stride("selected", axis) for axis in (1, 2, 3))),
         constants={
             "COUNT": known(use, "selected", 3),
             "BLOCK_SIZE": number(use, "block_size"),

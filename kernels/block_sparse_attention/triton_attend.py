@@ -44,11 +44,9 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     k_stride_p,
     k_stride_s,
     k_stride_h,
-    k_stride_d,
     v_stride_p,
     v_stride_s,
     v_stride_h,
-    v_stride_d,
     selected_stride_t,
     selected_stride_g,
     selected_stride_m,
@@ -111,29 +109,31 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     split = tl.cdiv(COUNT, num_parts)
     low = part * split
-    high = tl.where(end > page_start, tl.minimum(low + split, COUNT), low)
+    # Entries after the last one that is a block are none of a part's work.
+    is_block = (selected >= 0) & (selected <= (end - 1) // BLOCK_SIZE) & (end > page_start)
+    high = tl.minimum(low + split, tl.max(tl.where(is_block, c + 1, 0), 0))
     lane = tl.arange(0, BLOCK_N)
     page_indices_ptr += first_page
-    for entry in range(low, high):
-        block = tl.max(tl.where(c == entry, selected, -(1 << 31)), 0)
+    steps: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
+    for step in range(low * steps, high * steps):
+        entry = step // steps
+        is_own = c == entry
+        block = tl.max(tl.where(is_own & is_block, selected, -1), 0)
         is_second = tl.sum(((selected == block) & (c < entry)).to(tl.int32), 0) > 0
-        is_block = (block >= 0) & (block <= (end - 1) // BLOCK_SIZE) & (is_second == 0)
-        if is_block:
-            for inner in range(0, BLOCK_SIZE, BLOCK_N):
-                key = block * BLOCK_SIZE + inner + lane
-                exists = (inner + lane < BLOCK_SIZE) & (key >= page_start) & (key < end)
-                slot = tl.where(exists, key - page_start, 0)
-                page = tl.load(page_indices_ptr + slot // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-                k_slot = k_ptr + page * k_stride_p + slot % PAGE_SIZE * k_stride_s
-                v_slot = v_ptr + page * v_stride_p + slot % PAGE_SIZE * v_stride_s
-                k_offsets = d[None, :] * k_stride_d
-                v_offsets = e[None, :] * v_stride_d
-                k = tl.load(k_slot[:, None] + k_offsets, mask=exists[:, None] & (d < SIZE)[None, :], other=0.0)
-                v = tl.load(v_slot[:, None] + v_offsets, mask=exists[:, None] & (e < VALUE_SIZE)[None, :], other=0.0)
-                scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
-                scores = tl.where(exists[None, :], scores, float("-inf"))
-                weights, fade, highest, total = weights_of(scores, highest, total)
-                acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
+        place = step % steps * BLOCK_N + lane
+        key = block * BLOCK_SIZE + place
+        exists = (place < BLOCK_SIZE) & (key >= page_start) & (key < end) & (block >= 0) & (is_second == 0)
+        slot = tl.where(exists, key - page_start, 0)
+        page = tl.load(page_indices_ptr + slot // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+        k_slot = k_ptr + page * k_stride_p + slot % PAGE_SIZE * k_stride_s
+        v_slot = v_ptr + page * v_stride_p + slot % PAGE_SIZE * v_stride_s
+        k_offsets, v_offsets = d[None, :], e[None, :]
+        k = tl.load(k_slot[:, None] + k_offsets, mask=exists[:, None] & (d < SIZE)[None, :], other=0.0)
+        v = tl.load(v_slot[:, None] + v_offsets, mask=exists[:, None] & (e < VALUE_SIZE)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
+        scores = tl.where(exists[None, :], scores, float("-inf"))
+        weights, fade, highest, total = weights_of(scores, highest, total)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
 
     if v_scale_ptr is not None:
         acc = acc * tl.load(v_scale_ptr)

@@ -82,9 +82,9 @@ def test_samples(spec: OpSpec, dtype: torch.dtype, same: Same) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["scores that differ", "equal scores"])
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 40])
+@pytest.mark.parametrize("count", [1, 15, 16, 17])
 def test_counts_near_those_of_blocks(count: int, whole: bool, same: Same) -> None:
-    sequences = [(33, 80), (1, 80), (1, 65), (1, 64), (1, 63), (2, 2), (0, 7)]
+    sequences = [(9, 80), (1, 80), (1, 65), (1, 64), (1, 60), (2, 2), (0, 7)]
     draw = Draw(torch.float32, DEVICE, seed=count)
     sample = samples.paged_blocks_sample(
         draw, sequences, heads=3, size=9, count=count, block_size=4, page_size=7, padding=3, whole=whole
@@ -105,10 +105,10 @@ def test_blocks_of_all_sizes(block_size: int, local: int, same: Same) -> None:
     agrees(PAGED_SELECT_BLOCKS, sample, same)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 16, 64])
+@pytest.mark.parametrize("heads", [1, 4, 16] if IS_INTERPRETED else [1, 4, 16, 64])
 def test_tiles_of_several_queries(heads: int, same: Same) -> None:
     """MiniMax-M3 has 4 heads, of which ranks have 1."""
-    sequences = [(11, 90), (1, 70), (5, 5)] if IS_INTERPRETED else [(130, 3000), (1, 5000), (77, 77), (1, 1)]
+    sequences = [(5, 70), (1, 50), (3, 3)] if IS_INTERPRETED else [(130, 3000), (1, 5000), (77, 77), (1, 1)]
     sample = samples.paged_blocks_sample(
         Draw(HALVES[-1], DEVICE), sequences, heads=heads, size=128, count=16, block_size=4, page_size=16, whole=True
     )
@@ -148,9 +148,9 @@ def test_a_selection_is_written_into_what_is_given() -> None:
 # --- attention ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 16, 40])
+@pytest.mark.parametrize("count", [1, 2, 3, 17])
 def test_parts_of_what_is_selected(count: int, same: Same) -> None:
-    for sequences in ([(1, 200)], [(1, 99), (1, 5), (2, 60)], [(20, 150), (1, 7), (3, 3), (12, 99)]):
+    for sequences in ([(1, 200)], [(1, 99), (1, 5), (2, 60)], [(6, 150), (1, 7), (3, 3), (2, 99)]):
         sample = samples.paged_block_sparse_sample(
             Draw(torch.float32, DEVICE), sequences, count=count, block_size=4, page_size=5, padding=2, **TINY
         )
