@@ -20,18 +20,20 @@ from precast.kernels.storage import STORED, gathered
 
 
 @implements("paged_select_blocks")
-def paged_select_blocks(q: torch.Tensor, cache: torch.Tensor, pages: Pages, blocks: Blocks) -> torch.Tensor:
+def paged_select_blocks(
+    q: torch.Tensor, cache: torch.Tensor, pages: Pages, count: int, block_size: int, local: int
+) -> torch.Tensor:
     """`q` [1, T, G, D], `cache` [P, S, D]; [1, T, G, count] int32.
 
     A cache of another dtype, float8_e4m3fn too, is converted as it is read. Computed in float32, or float64 for queries
     of it.
     """
-    found = q.new_full((*q.shape[:3], blocks.count), -1, dtype=torch.int32)
+    found = q.new_full((*q.shape[:3], count), -1, dtype=torch.int32)
     starts = pages.page_start.tolist()
     for start, (rows, queries, keys, held) in zip(starts, each_sequence(pages, q.device), strict=True):
         # What lies past the last key was never written, or by another sequence: it must not be scored.
         k = gathered(cache, held).flatten(0, 1)[: len(keys)]
-        found[0, rows] = select(q[0, rows], k, queries, start, blocks)
+        found[0, rows] = select(q[0, rows], k, queries, start, Blocks(count, block_size, local))
     return found
 
 

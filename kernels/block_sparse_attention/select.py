@@ -25,11 +25,11 @@ from precast.kernels.dtypes import widened
 
 
 class Blocks(NamedTuple):
-    """How many blocks a query selects, how many keys a block has, and how many of the last blocks are always among
-    them."""
+    """How many blocks a query selects at most, how many keys a block has, and how many of the last blocks are always
+    among those that are selected: the op's `count`, `block_size` and `local`."""
 
-    count: int
-    block_size: int
+    most: int
+    size: int
     local: int
 
 
@@ -38,10 +38,10 @@ def select(q: torch.Tensor, k: torch.Tensor, queries: torch.Tensor, start: int, 
 
     [Q, G, count] int32. Some queries at a time (`MAX_SCORES`), since every head scores every key.
     """
-    found = q.new_full((*q.shape[:2], blocks.count), -1, dtype=torch.int32)
+    found = q.new_full((*q.shape[:2], blocks.most), -1, dtype=torch.int32)
     if len(k) == 0:
         return found
-    first = start // blocks.block_size
+    first = start // blocks.size
     step = max(MAX_SCORES // max(q.shape[1] * len(k), 1), 1)
     wide = widened(q)
     keys = k.to(wide.dtype)
@@ -49,11 +49,11 @@ def select(q: torch.Tensor, k: torch.Tensor, queries: torch.Tensor, start: int, 
         rows = slice(row, row + step)
         scores = _of_blocks(wide[rows], keys, queries[rows], start, blocks)
         numbers = first + torch.arange(scores.shape[-1], device=q.device)
-        own = queries[rows, None] // blocks.block_size
+        own = queries[rows, None] // blocks.size
         always = (numbers <= own) & (numbers > own - blocks.local)
         scores = scores.masked_fill(always[:, None], float("inf"))
         # A stable sort keeps equal scores in the order of their blocks.
-        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : blocks.count]
+        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : blocks.most]
         unseen = scores.gather(-1, best) == float("-inf")
         last = torch.iinfo(torch.int32).max
         chosen = numbers[best].masked_fill(unseen, last).sort(dim=-1).values
@@ -66,7 +66,7 @@ def _of_blocks(q: torch.Tensor, k: torch.Tensor, queries: torch.Tensor, start: i
     scores = torch.einsum("qgd,ld->qgl", q, k)
     positions = start + torch.arange(len(k), device=q.device)
     scores = scores.masked_fill_((positions > queries[:, None])[:, None], float("-inf"))
-    before = start % blocks.block_size
-    after = -(before + len(k)) % blocks.block_size
+    before = start % blocks.size
+    after = -(before + len(k)) % blocks.size
     scores = functional.pad(scores, (before, after), value=float("-inf"))
-    return scores.unflatten(-1, (-1, blocks.block_size)).amax(-1)
+    return scores.unflatten(-1, (-1, blocks.size)).amax(-1)

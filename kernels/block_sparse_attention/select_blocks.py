@@ -18,15 +18,17 @@ from precast.kernels.spec import OpSpec
 
 
 @implements("select_blocks")
-def select_blocks(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def select_blocks(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, count: int, block_size: int, local: int
+) -> torch.Tensor:
     """`q` [1, T, G, D], `k` [1, T, D], `cu_seqlens` [B + 1] int32; [1, T, G, count] int32.
 
     Computed in float32, or float64 for queries of it.
     """
-    found = q.new_full((*q.shape[:3], blocks.count), -1, dtype=torch.int32)
+    found = q.new_full((*q.shape[:3], count), -1, dtype=torch.int32)
     for first, end in pairwise(cu_seqlens.tolist()):
         rows, queries = slice(first, end), torch.arange(end - first, device=q.device)
-        found[0, rows] = select(q[0, rows], k[0, rows], queries, 0, blocks)
+        found[0, rows] = select(q[0, rows], k[0, rows], queries, 0, Blocks(count, block_size, local))
     return found
 
 
