@@ -253,9 +253,10 @@ def _attention(
         return _sparse_attention(where, query, key, value, indices, scaling, softcap, s_aux, found[0]), None
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if where in _BLOCKS and block_indices is not None:
+        indexer: Any = module.indexer
         return torch.ops.precast.block_sparse_attention(
             *(heads.transpose(1, 2) for heads in (query, key, value)), block_indices, current_trace().cu_seqlens,
-            scale=scale, block_size=module.indexer.block_size,
+            scale=scale, block_size=indexer.block_size,
         ), None  # fmt: skip
     if sinks is not None:
         query, key, s_aux = _with_own_sinks(query, key, sinks, scale)

@@ -18,14 +18,14 @@ from precast.kernels.use import Use, copied, numbers, wide
 
 
 def _selected(use: Use, keys: Expr, kept: str) -> Expr:
-    """A sequence's keys, gathered and widened; every head's scores of them for some queries at a time, beside their
-    copy in whole blocks; and what sorts the blocks' ones."""
+    """A sequence's keys, gathered and widened; every head's scores of them for some queries at a time; and
+    what sorts the blocks' ones."""
     tokens, heads, size = use.shape("q")[1:]
     width = wide(use.operands["q"])
     pairs = _at_a_time(mul(tokens, heads), heads, keys)
     gathered = mul(keys, size, 2 * width + 2 * use.width(kept))
     queries = mul(copied(use.operands["q"]), numbers(use.operands["q"]))
-    return add(mul(2 * width, pairs), mul(40, _blocks(use, pairs)), gathered, queries, mul(64, tokens))
+    return add(mul(width + 1, pairs), mul(40, _blocks(use, pairs)), gathered, queries, mul(64, tokens))
 
 
 def _attended(use: Use, keys: Expr, kept: tuple[str, str]) -> Expr:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from precast.kernels.block_sparse_attention.limits import MAX_SCORES
 from precast.kernels.dtypes import widened
@@ -66,7 +65,13 @@ def _of_blocks(q: torch.Tensor, k: torch.Tensor, queries: torch.Tensor, start: i
     scores = torch.einsum("qgd,ld->qgl", q, k)
     positions = start + torch.arange(len(k), device=q.device)
     scores = scores.masked_fill_((positions > queries[:, None])[:, None], float("-inf"))
-    before = start % blocks.size
-    after = -(before + len(k)) % blocks.size
-    scores = functional.pad(scores, (before, after), value=float("-inf"))
-    return scores.unflatten(-1, (-1, blocks.size)).amax(-1)
+    # The first block may have lost keys, and the last one not have got all.
+    first = min(-start % blocks.size, len(k))
+    whole = (len(k) - first) // blocks.size
+    end = first + whole * blocks.size
+    parts = [
+        scores[..., :first].amax(-1, keepdim=True) if first else None,
+        scores[..., first:end].unflatten(-1, (whole, blocks.size)).amax(-1) if whole else None,
+        scores[..., end:].amax(-1, keepdim=True) if end < len(k) else None,
+    ]
+    return torch.cat([part for part in parts if part is not None], dim=-1)

@@ -45,6 +45,10 @@ def test_the_blocks_of_the_best_keys_in_ascending_order() -> None:
     assert of_last([3.0, 0.0, 1.0, 1.0, 0.0, 9.0, 2.0, 2.0], 2) == [0, 2]
 
 
+def test_a_block_may_be_larger_than_a_sequence() -> None:
+    assert of_last([3.0, 9.0, 1.0], 2, block_size=2**30) == [0, -1]
+
+
 def test_scores_below_zero_are_scores() -> None:
     assert of_last([-3.0, -8.0, -9.0, -7.0, -2.0, -9.0], 2) == [0, 2]
 
