@@ -44,7 +44,10 @@ BLOCK_SPARSE_ATTENTION = OpSpec(
     name="precast.block_sparse_attention",
     axes={"q": "1 T H D", "k": "1 T K D", "v": "1 T K E", "selected": "1 T G M", "cu_seqlens": "B+1"},
     results={"y": "1 T H E"},
-    dtypes=dict.fromkeys(("q", "k", "v"), FLOAT) | dict.fromkeys(("selected", "cu_seqlens"), (torch.int32,)),
+    dtypes={
+        **dict.fromkeys(("q", "k", "v"), FLOAT),
+        **dict.fromkeys(("selected", "cu_seqlens"), (torch.int32,)),
+    },
     reference=block_sparse_attention,
     tolerances=PRODUCT,
 )
