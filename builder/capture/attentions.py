@@ -56,11 +56,22 @@ def _attention_to_selected_blocks(
 # --- MiniMax M3 --------------------------------------------------------------------------------------------------
 
 
-def _all_blocks(module: Any, *_: Any, **__: Any) -> None:
-    """An indexer selects blocks of keys for each query: all of them while there are no more than it selects, and so
-    nothing need be computed for it; longer sequences are refused."""
-    limit = module.topk_blocks * module.block_size
-    _refuse_beyond(limit, f"{module.topk_blocks} blocks of {module.block_size}")
+def _selected_blocks(
+    module: Any, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any
+) -> torch.Tensor | None:
+    """The blocks of keys that an indexer selects for each query, `[1, T, heads, count]`. None: no sequence has more
+    blocks than are selected, and attention is full."""
+    if current_trace().max_seq_len <= module.topk_blocks * module.block_size:
+        return None
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    q = module.q_norm(module.q_proj(hidden_states).view(shape)).transpose(1, 2)
+    k = module.k_norm(module.k_proj(hidden_states).view(shape)).transpose(1, 2)
+    cos, sin = (table[..., : module.head_dim] for table in position_embeddings)
+    q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, cos, sin)
+    return torch.ops.precast.select_blocks(
+        q.transpose(1, 2), k.transpose(1, 2).flatten(2), current_trace().cu_seqlens,
+        count=module.topk_blocks, block_size=module.block_size, local=max(module.local_blocks, 0),
+    )  # fmt: skip
 
 
 # --- Inkling -----------------------------------------------------------------------------------------------------
@@ -104,7 +115,7 @@ def _attention_to_blocks_of_layers(
 ATTENTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Qwen4ExpTextAttention": ("forward", _attention_to_selected_blocks),
-    "MiniMaxM3VLIndexer": ("forward", _all_blocks),
+    "MiniMaxM3VLIndexer": ("forward", _selected_blocks),
     "InklingRelativeLogits": ("forward", _bias_by_distance),
     "Inkling2RelativeLogits": ("forward", _bias_by_distance),
     "Inkling2DynamicShortConvolution": ("forward", _dynamic_convolution),

@@ -221,10 +221,12 @@ def _attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, softcap: float | None = None,
     s_aux: torch.Tensor | None = None, indices: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None, **kwargs: Any,
+    position_bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`.
 
+    Of `MiniMaxM3VLAttention` alone: `block_indices` `[1, T, heads, count]`, the blocks of keys that are attended to.
     Of the modules in `_RELATIVE` alone: `position_bias` `[1, H, T, R]`, a number for each query and distance;
     `sinks` `[1, H, T, 1]`, a sink of each query's own.
     """
@@ -241,6 +243,8 @@ def _attention(
         raise found[0]
     if where not in _RELATIVE:
         kwargs |= {"position_bias": position_bias, "sinks": sinks}
+    if where not in _BLOCKS:
+        kwargs |= {"block_indices": block_indices}
     unknown = {name for name, argument in kwargs.items() if argument is not None} - _IGNORED_ARGUMENTS
     if unknown:
         raise BuildError("feature-unsupported", f"{where} passes {', '.join(sorted(unknown))} to its attention")
@@ -248,6 +252,12 @@ def _attention(
     if indices is not None and largest(indices.shape[-1]) < current_trace().max_seq_len:
         return _sparse_attention(where, query, key, value, indices, scaling, softcap, s_aux, found[0]), None
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if where in _BLOCKS and block_indices is not None:
+        indexer: Any = module.indexer
+        return torch.ops.precast.block_sparse_attention(
+            *(heads.transpose(1, 2) for heads in (query, key, value)), block_indices, current_trace().cu_seqlens,
+            scale=scale, block_size=indexer.block_size,
+        ), None  # fmt: skip
     if sinks is not None:
         query, key, s_aux = _with_own_sinks(query, key, sinks, scale)
     bias = {} if position_bias is None else {"bias": position_bias.transpose(1, 2)}
@@ -258,6 +268,8 @@ def _attention(
     return out, None
 
 
+_BLOCKS = {"MiniMaxM3VLAttention"}
+"""Modules whose indexer `attentions` makes select blocks as our op does."""
 _RELATIVE = {"InklingAttention", "Inkling2SlidingAttention", "Inkling2FullAttention"}
 """Modules whose bias `attentions` makes by distance. That of others has a number for each pair of tokens."""
 

@@ -42,7 +42,7 @@ def layers(system: System) -> Iterator[Layer]:
 
 
 def _attention(system: System, function: Function, node: Node, seed: int) -> Layer | None:
-    if node.op != "precast.paged_attention":
+    if node.op not in ("precast.paged_attention", "precast.paged_block_sparse_attention"):
         return None
     heads, keys = _size(function, node.outputs[0].name, 2), _size(function, _name(node, "k_cache"), 2)
     return _shared_heads("attention", function, node, heads, keys, seed)

@@ -289,6 +289,15 @@ def _paged_attention(of: _Of) -> Iterator[Relation]:
     yield Shares((of.result, 2), of.at(of.given("k_cache"), 2))
 
 
+def _block_sparse_attention(of: _Of) -> Iterator[Relation]:
+    yield from _paged_attention(of)
+    yield Shares((of.result, 2), of.at(of.given("selected"), 2))
+
+
+def _select_blocks(of: _Of) -> Iterator[Relation]:
+    yield from of.same((of.result, 2), of.arg("q", 2))
+
+
 def _latent_attention(of: _Of) -> Iterator[Relation]:
     weight = of.given("weight")
     yield from of.same((of.result, 2), of.arg("q", 2), of.arg("sinks", 0))
@@ -377,6 +386,8 @@ _RULES: dict[str, Callable[[_Of], Iterator[Relation]]] = {
     "precast.rotary_write_kv": _rotary_write_kv,
     "precast.write_kv": _write_kv,
     "precast.paged_attention": _paged_attention,
+    "precast.paged_block_sparse_attention": _block_sparse_attention,
+    "precast.paged_select_blocks": _select_blocks,
     "precast.paged_latent_attention": _latent_attention,
     "precast.paged_sparse_latent_attention": _latent_attention,
     "precast.stateful_causal_conv": _channels(x=2, weight=0, bias=0, state=1),

@@ -82,6 +82,15 @@ def sparse_latent_attention(node: Node, shapes: Shapes) -> float:
     return 2.0 * (over + query[1] * weight[0] * latent)
 
 
+def block_sparse_attention(node: Node, shapes: Shapes) -> float:
+    """2 T N H (D + E): N is how many keys the selected blocks have, or a query sees on average, if that is less."""
+    query, out, count = _of(node, "q", shapes), _result(node, shapes), _of(node, "selected", shapes)[3]
+    size = node.args["block_size"]
+    block_size = size.value if isinstance(size, Const) and type(size.value) is int else 1
+    keys = min(_keys(node, query[1]), count * block_size)
+    return 2 * query[1] * keys * query[2] * (query[3] + out[3])
+
+
 def experts(node: Node, shapes: Shapes) -> float:
     """2 T k (up and gate, and down)."""
     chosen, up, down = (_of(node, name, shapes) for name in ("expert_ids", "up", "down"))

@@ -22,7 +22,7 @@ from precast.kernels.triton_chain import wait_for_previous
 
 
 @triton.jit
-def _sequence_of(cu_seqlens_ptr, token, num_seqs):  # type: ignore[no-untyped-def]
+def sequence_of(cu_seqlens_ptr, token, num_seqs):  # type: ignore[no-untyped-def]
     """The number of a token's sequence; `num_seqs` for padding."""
     seq = 0
     for first in range(0, num_seqs, SEQUENCES):
@@ -79,7 +79,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
-    seq = _sequence_of(cu_seqlens_ptr, token, num_seqs)
+    seq = sequence_of(cu_seqlens_ptr, token, num_seqs)
     is_real = seq < num_seqs
     first_page = tl.load(page_indptr_ptr + seq, mask=is_real, other=0)
     num_slots = (tl.load(page_indptr_ptr + seq + 1, mask=is_real, other=0) - first_page) * PAGE_SIZE

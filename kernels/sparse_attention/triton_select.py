@@ -24,7 +24,7 @@ _LEAST = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
-def _in_order(scores):  # type: ignore[no-untyped-def]
+def in_order(scores):  # type: ignore[no-untyped-def]
     """float32 as int32 of the same order: -0 as 0, NaN above all."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return tl.where(scores != scores, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -71,7 +71,7 @@ def _score(  # type: ignore[no-untyped-def]
             # Zeros in the place of a head, times an infinite key, would be NaN.
             products = tl.where((tl.arange(0, BLOCK_Q * BLOCK_H) % BLOCK_H < HEADS)[:, None], products, 0.0)
         sums = tl.sum(tl.reshape(products * weights[:, None], [BLOCK_Q, BLOCK_H, BLOCK_N]), 1)
-        tl.store(rows_ptr[:, None] + key[None, :], _in_order(sums), mask=exists[None, :])
+        tl.store(rows_ptr[:, None] + key[None, :], in_order(sums), mask=exists[None, :])
 
 
 @triton.jit

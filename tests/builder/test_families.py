@@ -57,6 +57,7 @@ BESIDE = {
         "aten.sum.dim_IntList", "aten.to.dtype", "aten.unsqueeze.default",
     },
     "longcat_flash": {"aten.lt.Scalar", "aten.masked_fill.Scalar", "aten.sum.dim_IntList", "aten.to.dtype"},
+    "minimax_m3_vl_text": {"aten.clamp.default", "aten.sigmoid.default"},
     "mamba": STATES | {"aten.matmul.default"},
     "mamba2": STATES,
     "minimax": {"aten.neg.default", "aten.sigmoid.default", "aten.silu.default"},

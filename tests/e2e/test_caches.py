@@ -1,6 +1,6 @@
 """Greedy tokens are those of transformers while sequences are evicted, preempted, resumed, chunked, and share prefixes.
 
-Models with windows, two head sizes, shared keys and values, sinks, latents, selected latents, states
+Models with windows, two head sizes, shared keys and values, sinks, latents, selected latents, selected blocks, states
 beside pages, states alone.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import families
 import pytest
 import torch
+from model_sweep import COMPLETIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import precast
@@ -36,6 +37,7 @@ MODEL_TYPES = {
     "deepseek_v3": False,
     "deepseek_v32": False,
     "glm_moe_dsa": False,
+    "minimax_m3_vl_text": False,
     "mamba2": False,
     "falcon_h1": False,
     "lfm2": False,
@@ -57,7 +59,7 @@ LONGEST = max(map(len, PROMPTS)) + NUM_TOKENS
 @pytest.mark.filterwarnings("ignore")  # of the models' own code
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_tokens_are_those_of_transformers_however_memory_flows(model_type: str, tmp_path: Path) -> None:
-    model = random_model(shrink(CONFIG_MAPPING[model_type]()))
+    model = random_model(shrink(CONFIG_MAPPING[model_type](**COMPLETIONS.get(model_type, {}))))
     model.save_pretrained(tmp_path / "ckpt")
     precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", page_size=8)
 

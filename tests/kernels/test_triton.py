@@ -42,7 +42,7 @@ SHARED_BYTES = 160 * 1024
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "launched_without_torch.py", "fused_steps.py",
     "routed_experts.py", "launched_states.py", "launched_recurrences.py", "launched_latents.py", "launched_sparse.py",
-    "hopper_attention.py", "launched_quantised_linear.py", "launched_quantised_experts.py",
+    "launched_blocks.py", "hopper_attention.py", "launched_quantised_linear.py", "launched_quantised_experts.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
@@ -353,6 +353,53 @@ def test_sparse_attention_compiles(use: Use) -> None:
         assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
         has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
         assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("join_kernel"))
+
+
+def block_uses(capability: tuple[int, int], dtype: Dtype, cache: Dtype | None = None) -> list[Use]:
+    """The selection of blocks and the attention to these in a graph, of MiniMax-M3's sizes."""
+    types = {name: TensorType("int32", (size,)) for name, size in (
+        ("cu_seqlens", add("B", 1)), ("kv_lens", "B"), ("page_indices", "N"),
+        ("page_indptr", add("B", 1)), ("page_start", "B"))}  # fmt: skip
+    scored = types | {
+        "q": TensorType(dtype, (1, "T", 4, 128)), "cache": TensorType(cache or dtype, ("P", 64, 128)),
+    }  # fmt: skip
+    args = {name: Ref(name) for name in scored} | {"count": Const(16), "block_size": Const(128), "local": Const(1)}
+    chosen = TensorType("int32", (1, "T", 4, 16))
+    select = Node("precast.paged_select_blocks", args, (Value("y", chosen),))
+    pages = TensorType(cache or dtype, ("P", 16, 4, 128))
+    taken = types | {
+        "q": TensorType(dtype, (1, "T", 64, 128)), "k_cache": pages, "v_cache": pages, "selected": chosen,
+    }  # fmt: skip
+    given = {name: Ref(name) for name in taken} | {"scale": Const(0.1), "block_size": Const(128)}
+    attend = Node("precast.paged_block_sparse_attention", given, (Value("y", taken["q"]),))
+    target = Target("cuda", capability)
+    return [use_of(select, scored, target), use_of(attend, taken, target)]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "use",
+    [
+        *block_uses((9, 0), "bfloat16"),
+        *block_uses((9, 0), "bfloat16", "float8_e4m3fn"),
+        *block_uses((8, 9), "float16", "float8_e4m3fn"),
+        *block_uses((8, 0), "bfloat16"),
+        *block_uses((9, 0), "float32"),
+    ],
+    ids=lambda use: f"{use.node.op} {use.shape('q')} {use.target.text}",
+)
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_attention_to_selected_blocks_compiles(use: Use, tokens: int) -> None:
+    launches = resolve(use, {"T": tokens}).record.runs
+    assert callable(launches)
+    for launch in launches(use):
+        found = compiled_launch(use, launch)
+
+        assert len(found.asm["cubin"]) > 0
+        assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
+        has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+        has_products = launch.kernel.endswith((":score_kernel", ":attend_kernel"))
+        assert has_tensor_cores == (use.width("q") == 2 and has_products)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 256])

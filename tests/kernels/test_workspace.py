@@ -224,6 +224,23 @@ def _selected(make: Callable[..., Sample], sequences: Sequences, dtype: torch.dt
     return {**make(sequences, dtype), "selected": selected, "sinks": None}
 
 
+def _scored_blocks(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    made = {**_scored(sequences, dtype), "block_size": 32, "count": 4, "local": 1}
+    return {name: x for name, x in made.items() if name not in ("weights", "scale")}
+
+
+def _scored_blocks_in_pages(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    made = {**_scored_pages(sequences, dtype), "block_size": 32, "count": 4, "local": 1}
+    return {name: x for name, x in made.items() if name not in ("weights", "scale")}
+
+
+def _selected_blocks(make: Callable[..., Sample], sequences: Sequences, dtype: torch.dtype, **rule: Any) -> Sample:
+    made = make(sequences, dtype, **rule)
+    del made["sinks"]
+    selected = torch.randint(0, 4, (1, _tokens(sequences), 4, 4), dtype=torch.int32)
+    return {**made, "selected": selected, "block_size": 32}
+
+
 def _without_states(sequences: Sequences, dtype: torch.dtype, make: Callable[..., Sample], **rule: Any) -> Sample:
     return without_states(make(sequences, dtype, **rule))
 
@@ -365,6 +382,21 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "select keys, without a cache": ("select_keys", _scored, {}, 2.5),
     "sparse attention": ("paged_sparse_latent_attention", partial(_selected, _latent_attention), {}, 2.0),
     "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 3.5),
+    "select blocks": ("paged_select_blocks", _scored_blocks_in_pages, {}, 2.5),
+    "select blocks, without a cache": ("select_blocks", _scored_blocks, {}, 2.5),
+    "block sparse attention": ("paged_block_sparse_attention", partial(_selected_blocks, _attention), {}, 2.5),
+    "block sparse attention, 8 bits": (
+        "paged_block_sparse_attention",
+        partial(_selected_blocks, _attention),
+        {**FLOAT8, **SCALES},
+        2.5,
+    ),
+    "block sparse attention, without a cache": (
+        "block_sparse_attention",
+        partial(_selected_blocks, _packed),
+        {},
+        2.5,
+    ),
     "grouped linear": ("grouped_linear", _grouped, {"bias": False}, 1.1),
     "grouped linear, bias": ("grouped_linear", _grouped, {"bias": True}, 1.1),
     "residual rms norm": ("residual_rms_norm", _residual_norm, {"cast_before_scale": True}, 1.05),

@@ -33,14 +33,18 @@ def numbered(sample: Sample, name: str) -> int:
     """Of how many things, at most, the integers of an op name one."""
     if name == "groups":
         return sample["scales"].shape[0 if sample["format"] == "gptq" else 1]
+    if "block_size" in sample:  # no more blocks than keys
+        return sample["k_cache"].shape[:2].numel() if "k_cache" in sample else sample["k"].shape[1]
     return next(sample[key].shape[0] for key in ("up", "weight") if key in sample)
 
 
 def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
     found = sorted((spec.name, name) for spec, name in PASSED_OVER)
     assert found == [
+        ("precast.block_sparse_attention", "selected"),
         ("precast.experts", "expert_ids"),
         ("precast.grouped_linear", "expert_ids"),
+        ("precast.paged_block_sparse_attention", "selected"),
         ("precast.paged_sparse_latent_attention", "selected"),
         ("precast.quantised_experts", "expert_ids"),
         ("precast.quantised_linear", "groups"),

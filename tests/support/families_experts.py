@@ -32,6 +32,16 @@ _DBRX: dict[str, Any] = {
 }  # fmt: skip
 _DBRX_EXPERTS: dict[str, Any] = {"hidden_size": 48, "ffn_hidden_size": 28, "moe_num_experts": 5, "moe_top_k": 2}
 
+_BLOCKS: dict[str, Any] = {
+    "head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "dense_intermediate_size": 80,
+    "shared_intermediate_size": 28, "index_n_heads": 2, "index_head_dim": 20, "index_block_size": 3,
+    "index_topk_blocks": 3, "index_local_blocks": 1,
+}  # fmt: skip
+_TWO_SPARSE: dict[str, Any] = {
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
+
 # Fewer keys than the prompts have; so many heads that hardly a key has nothing but zeros, and equal scores.
 _INDEX: dict[str, Any] = {"index_n_heads": 9, "index_head_dim": 14, "index_topk": 5}
 
@@ -157,6 +167,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoeshared", {**_GRANITE, "num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8}),
+    "minimax_m3": ("minimax_m3_vl_text", {**_BLOCKS, "num_hidden_layers": 3, **_TWO_SPARSE}),
+    "minimax_m3-blocks-of-one-key": (
+        "minimax_m3_vl_text",
+        {**_BLOCKS, "num_hidden_layers": 2, "layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2,
+         "index_n_heads": 4, "index_head_dim": 14, "index_block_size": 1, "index_topk_blocks": 5,
+         "index_local_blocks": 2},
+    ),
     "minimax_m2-tied": (
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 12, "num_key_value_heads": 4,

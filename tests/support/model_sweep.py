@@ -72,6 +72,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp": {"text_config": _INDEXER},

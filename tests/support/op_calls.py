@@ -50,6 +50,13 @@ SELECT_PAGES: Args = {
     **INDEX_KEYS, "cache": f32("P", 4, 6), **{name: LATENT_PAGES[name] for name in (
         "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")},
 }  # fmt: skip
+BLOCKS_OF: Args = {"q": f32(1, "T", 2, 6), "count": 5, "block_size": 3, "local": 1}
+SELECT_BLOCKS: Args = {**BLOCKS_OF, "k": f32(1, "T", 6), "cu_seqlens": t("int32", B1)}
+SELECT_BLOCKS_PAGES: Args = {**SELECT_PAGES, **BLOCKS_OF}
+del SELECT_BLOCKS_PAGES["weights"]
+BLOCKS: Args = {"selected": t("int32", 1, "T", 2, 5), "block_size": 3}
+BLOCKS_PACKED: Args = {name: x for name, x in PACKED.items() if name not in ("sinks", "window")} | BLOCKS
+BLOCKS_PAGES: Args = {name: x for name, x in PAGED.items() if name not in ("sinks", "window")} | BLOCKS
 WRITE_INDEX: Args = {"k": f32(1, "T", 6), "cache": f32("P", 4, 6), "slot_mapping": t("int64", "T")}
 SELECTED: Args = {"selected": t("int32", 1, "T", 5), "sinks": None}
 FUSED: Args = {
@@ -252,6 +259,18 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
         (f32(1, "T", 4, 8),),
     ),
     ("paged_sparse_latent_attention", {**LATENT_PAGES, **SELECTED}, (f32(1, "T", 4, 8),)),
+    ("select_blocks", SELECT_BLOCKS, (t("int32", 1, "T", 2, 5),)),
+    ("select_blocks", {**SELECT_BLOCKS, "local": 0}, (t("int32", 1, "T", 2, 5),)),
+    (
+        "paged_select_blocks",
+        {**SELECT_BLOCKS_PAGES, "cache": t("float8_e4m3fn", "P", 4, 6)},
+        (t("int32", 1, "T", 2, 5),),
+    ),
+    ("paged_select_blocks", SELECT_BLOCKS_PAGES, (t("int32", 1, "T", 2, 5),)),
+    ("block_sparse_attention", BLOCKS_PACKED, (Q,)),
+    ("paged_block_sparse_attention", {**BLOCKS_PAGES, "selected": t("int32", 1, "T", 4, 5)}, (Q,)),
+    ("paged_block_sparse_attention", {**BLOCKS_PAGES, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, (Q,)),
+    ("paged_block_sparse_attention", BLOCKS_PAGES, (Q,)),
     ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
     ("sample", SAMPLE, (t("int64", "B"),)),
     ("all_reduce", {"x": f32(1, "T", 8), "group": "tp"}, (f32(1, "T", 8),)),

@@ -42,7 +42,8 @@ def fuse_rotary_write(graph: FxGraph, ctx: PassContext) -> bool:
 
 def _turned_query(write: FxNode) -> FxNode | None:
     """The rotation whose result is the query of the first attention over what is written, made before the write."""
-    readers = [user for user in write.args[2].users if user.target is ops.paged_attention.default and write < user]
+    attentions = (ops.paged_attention.default, ops.paged_block_sparse_attention.default)
+    readers = [user for user in write.args[2].users if user.target in attentions and write < user]
     q = min(readers).args[0] if readers else None
     if q is None or q.target is not ops.rotary.default or not q < write:
         return None

@@ -80,6 +80,8 @@ _FORMS = {
     "latent_attention": _Form("write_latent", "paged_latent_attention", (1, 2), ("latent",)),
     "sparse_latent_attention": _Form("write_latent", "paged_sparse_latent_attention", (1, 2), ("latent",)),
     "select_keys": _Form("write_index_keys", "paged_select_keys", (1,), ("index",)),
+    "block_sparse_attention": _Form("write_kv", "paged_block_sparse_attention", (1, 2), ("k", "v")),
+    "select_blocks": _Form("write_index_keys", "paged_select_blocks", (1,), ("index",)),
 }
 """By the op. All take queries first, `cu_seqlens` last; what reads has the cache's tensors for those that are kept."""
 
@@ -87,7 +89,7 @@ _FORMS = {
 @graph_pass(stage="cache", version=1)
 def insert_caches(graph: FxGraph, ctx: PassContext) -> bool:
     """attention(q, k, v) -> write_kv(k, v, cache), paged_attention(q, cache); likewise latent and sparse attention, and
-    the selection of keys.
+    the selection of keys and of blocks of them.
 
     Layers of equal geometry, window and chunk form a group, with a page table, a pool and a set of metadata inputs. A
     layer with the very keys and values of an earlier one has no cache of its own: it reads that one's. The plan is

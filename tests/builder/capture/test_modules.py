@@ -140,15 +140,8 @@ LONGEST = max(map(len, PROMPTS))
 SPARSE_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "differs"),
-    [
-        ("qwen4_exp_text", {"indexer_budget": LONGEST - 1, "indexer_compress_ratio": 2}),
-        ("minimax_m3_vl_text", {**SPARSE_AND_FULL, "index_topk_blocks": LONGEST, "index_block_size": 1}),
-    ],
-)
-def test_selected_blocks_are_all_of_them_up_to_a_length(name: str, differs: dict[str, Any]) -> None:
-    config = small(name, **differs)
+def test_selected_blocks_are_all_of_them_up_to_a_length() -> None:
+    config = small("qwen4_exp_text", indexer_budget=LONGEST - 1, indexer_compress_ratio=2)
     model = random_model(config)
     state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
     expected = torch.cat(hf_logits(model, PROMPTS))
@@ -159,6 +152,36 @@ def test_selected_blocks_are_all_of_them_up_to_a_length(name: str, differs: dict
     with pytest.raises(BuildError, match=f"not all keys beyond {LONGEST} tokens") as refused:
         captured(config, max_seq_len=LONGEST + 1)
     assert f"max_seq_len of at most {LONGEST}" in str(refused.value)
+
+
+@pytest.mark.parametrize(("longest", "selections"), [(LONGEST, 0), (LONGEST + 1, 1)])
+def test_blocks_are_selected_where_a_sequence_may_have_more(longest: int, selections: int) -> None:
+    config = small("minimax_m3_vl_text", **SPARSE_AND_FULL, index_topk_blocks=LONGEST, index_block_size=1)
+    model = random_model(config)
+    state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
+    expected = torch.cat(hf_logits(model, PROMPTS))
+
+    found = captured(config, max_seq_len=longest)
+
+    targets = [node.target for node in found.graph.nodes]
+    assert targets.count(torch.ops.precast.select_blocks.default) == selections
+    assert targets.count(torch.ops.precast.block_sparse_attention.default) == selections
+    assert relative_error(run(found, state), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ({"index_topk_blocks": 0}, "count: expected at least 1, found 0"),
+        ({"index_n_heads": 3}, "heads are no multiple of 3 of selected"),
+    ],
+)
+def test_blocks_that_nothing_can_select_are_refused(differs: dict[str, Any], message: str) -> None:
+    config = small("minimax_m3_vl_text", **{**SPARSE_AND_FULL, **differs})
+
+    with pytest.raises(BuildError, match=message) as refused:
+        captured(config, max_seq_len=64)
+    assert refused.value.code == "config-invalid"
 
 
 @pytest.mark.parametrize("cap", [0.0, 40.0])

@@ -52,7 +52,7 @@ def fused(text: str, inputs: str = INPUTS) -> tuple[bool, str]:
     source = read_graph(inputs + text)
     (record,) = pipeline.run(source.graph, source.ctx, (dataclasses.replace(fuse_rotary_write, requires=()),))
     lines = write_graph(source.graph, source.ctx).splitlines()
-    return record.changed, "\n".join(line for line in lines if "paged_attention" not in line)
+    return record.changed, "\n".join(line for line in lines if " = precast.paged_" not in line)
 
 
 def text(after: str) -> str:
@@ -61,6 +61,21 @@ def text(after: str) -> str:
 
 def test_rotations_and_a_write_become_one() -> None:
     assert fused(ROTATE.format(**ALIKE) + WRITTEN + FIRST + "return y") == (
+        True,
+        text("""
+        v0 = precast.rotary_write_kv(q, k, v, cos, sin, None, None, k_cache, v_cache, slots, interleaved=False)
+        return v1
+        """),
+    )
+
+
+def test_selected_blocks_are_read_from_the_cache_as_all_are() -> None:
+    selecting = "k_cache, v_cache, selected, cu_seqlens, kv_lens, pages, indptr, start, scale=0.5, block_size=4)\n"
+    read = f"y = precast.paged_block_sparse_attention(q1, {selecting}return y"
+
+    found = fused(ROTATE.format(**ALIKE) + WRITTEN + read, INPUTS + "selected: input(int32, 1, T, 2, 3)\n")
+
+    assert found == (
         True,
         text("""
         v0 = precast.rotary_write_kv(q, k, v, cos, sin, None, None, k_cache, v_cache, slots, interleaved=False)

@@ -13,7 +13,7 @@ from precast.builder.graph.context import Options
 from precast.builder.passes.cache.insert_caches import insert_caches
 from precast.builder.passes.match.sparse_attention import match_sparse_attention
 from precast.ir.errors import BuildError
-from precast.ir.graph.schema import IndexSpec, LatentSpec
+from precast.ir.graph.schema import IndexSpec, LatentSpec, PagedSpec
 
 SELECTION = """
 input_ids: input(int64, 1, T)
@@ -186,3 +186,37 @@ def test_keys_of_the_index_are_of_the_caches_dtype() -> None:
     groups = planned(Options("float32", 64, 16, kv_dtype="float8_e4m3fn")).ctx.caches.groups
 
     assert [group.spec.dtype for group in groups] == ["float8_e4m3fn", "float8_e4m3fn"]
+
+
+BLOCKS = """
+input_ids: input(int64, 1, T)
+cu_seqlens: input(int32, B1)
+iq: input(float32, 1, T, 2, 4)
+ik: input(float32, 1, T, 4)
+q: input(float32, 1, T, 4, 8)
+k: input(float32, 1, T, 2, 8)
+v: input(float32, 1, T, 2, 8)
+selected = precast.select_blocks(iq, ik, cu_seqlens, count=2, block_size=3, local=1)
+y = precast.block_sparse_attention(q, k, v, selected, cu_seqlens, scale=0.5, block_size=3)
+z = precast.attention(q, v, k, None, cu_seqlens, scale=0.5)
+return y, z
+"""
+
+
+def test_blocks_are_selected_and_attended_to_in_caches() -> None:
+    """Keys and values lie in one group with those of attention to all keys."""
+    source = read_graph(BLOCKS)
+    pipeline.run(source.graph, source.ctx, (dataclasses.replace(insert_caches, requires=()),))
+
+    assert write_graph(source.graph, source.ctx).splitlines()[:4] == [
+        "v0 = precast.write_index_keys(ik, cache_indexers_0_index, slot_mapping_index)",
+        "v1 = precast.paged_select_blocks(iq, cache_indexers_0_index, cu_seqlens, kv_lens, page_indices_index, "
+        "page_indptr_index, page_start_index, count=2, block_size=3, local=1)",
+        "v2 = precast.write_kv(k, v, cache_layers_0_k, cache_layers_0_v, slot_mapping_full)",
+        "v3 = precast.paged_block_sparse_attention(q, cache_layers_0_k, cache_layers_0_v, v1, cu_seqlens, kv_lens, "
+        "page_indices_full, page_indptr_full, page_start_full, scale=0.5, block_size=3)",
+    ]
+    assert [(group.name, [slot.name for slot in group.slots], group.spec) for group in source.ctx.caches.groups] == [
+        ("index", ["indexers.0"], IndexSpec(4, "float32", 16)),
+        ("full", ["layers.0", "layers.1"], PagedSpec(2, 8, 8, "float32", 16)),
+    ]

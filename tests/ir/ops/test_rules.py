@@ -17,6 +17,8 @@ from op_calls import (
     AWQ,
     B1,
     BLOCK_EXPERTS,
+    BLOCKS_PACKED,
+    BLOCKS_PAGES,
     EXPERTS,
     FP8,
     FP8_OF_A_RANK,
@@ -42,6 +44,8 @@ from op_calls import (
     SAMPLE,
     SCALES,
     SELECT,
+    SELECT_BLOCKS,
+    SELECT_BLOCKS_PAGES,
     SELECT_PAGES,
     SELECTED,
     SLOTS,
@@ -521,6 +525,31 @@ REJECTED: list[tuple[str, Args, str]] = [
         "selected: expected dtype int32",
     ),
     ("precast.paged_sparse_latent_attention", {**LATENT_PAGES, **SELECTED, "sinks": f32(5)}, "sinks: expected shape"),
+    ("precast.select_blocks", {**SELECT_BLOCKS, "k": f32(1, "T", 7)}, r"key's size: expected shape \[6\], found \[7\]"),
+    ("precast.select_blocks", {**SELECT_BLOCKS, "k": t("float16", 1, "T", 6)}, "k: expected dtype float32"),
+    ("precast.select_blocks", {**SELECT_BLOCKS, "count": "T"}, "count: expected at least 1, found T"),
+    ("precast.select_blocks", {**SELECT_BLOCKS, "block_size": 0}, "block_size: expected at least 1, found 0"),
+    ("precast.select_blocks", {**SELECT_BLOCKS, "local": -1}, "local: expected at least 0, found -1"),
+    ("precast.paged_select_blocks", {**SELECT_BLOCKS_PAGES, "cache": f32("P", 4, 1, 6)}, "cache: expected 3 dim"),
+    ("precast.paged_select_blocks", {**SELECT_BLOCKS_PAGES, "cache": t("int8", "P", 4, 6)}, "cache: expected dtype"),
+    ("precast.paged_select_blocks", {**SELECT_BLOCKS_PAGES, "kv_lens": t("int32", B1)}, "expected shape"),
+    (
+        "precast.block_sparse_attention",
+        {**BLOCKS_PACKED, "selected": t("int32", 1, "B", 2, 5)},
+        "selected's tokens: expected shape",
+    ),
+    (
+        "precast.block_sparse_attention",
+        {**BLOCKS_PACKED, "selected": t("int32", 1, "T", 3, 5)},
+        "q: 8 heads are no multiple of 3 of selected",
+    ),
+    ("precast.block_sparse_attention", {**BLOCKS_PACKED, "block_size": 0}, "block_size: expected at least 1, found 0"),
+    (
+        "precast.paged_block_sparse_attention",
+        {**BLOCKS_PAGES, "selected": t("int64", 1, "T", 2, 5)},
+        "selected: expected dtype int32",
+    ),
+    ("precast.paged_block_sparse_attention", {**BLOCKS_PAGES, "k_cache": PAGES8}, "v_cache: expected dtype float8"),
     ("precast.paged_attention", {**PAGED, "window": -1}, "window"),
     ("precast.paged_attention", {**PAGED, "chunk": -1}, "chunk: expected None or at least 1"),
     ("precast.paged_attention", {**PAGED, "slopes": f32(8, 1)}, "slopes: expected shape"),
@@ -560,9 +589,10 @@ PRODUCTS = [
 STRICT = [*((f"precast.{op}", args) for op, args, _ in OURS), *PRODUCTS]
 # (op, argument): where an op takes an argument of any dtype or rank, or a cache in float8, on purpose.
 ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x"), ("precast.send", "x")}
+_OVER_KEYS_AND_VALUES = ("write_kv", "rotary_write_kv", "paged_attention", "paged_block_sparse_attention")
 MAY_BE_FLOAT8 = {
     *(("precast.quantised_linear", name) for name in ("weight", "scales")),  # in some formats
-    *((f"precast.{op}", f"{name}_cache") for op in ("write_kv", "rotary_write_kv", "paged_attention") for name in "kv"),
+    *((f"precast.{op}", f"{name}_cache") for op in _OVER_KEYS_AND_VALUES for name in "kv"),
     *(
         (f"precast.{op}", "cache")
         for op in (
@@ -570,6 +600,7 @@ MAY_BE_FLOAT8 = {
             "paged_latent_attention",
             "write_index_keys",
             "paged_select_keys",
+            "paged_select_blocks",
             "paged_sparse_latent_attention",
         )
     ),

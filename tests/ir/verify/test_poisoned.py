@@ -85,7 +85,7 @@ def group_of(op: OpDef, args: Args) -> CachePlan:
     size = first.shape[1]
     assert isinstance(size, int)
     spec: IndexSpec | LatentSpec | PagedSpec
-    if op.name in ("precast.write_index_keys", "precast.paged_select_keys"):
+    if op.name in ("precast.write_index_keys", "precast.paged_select_keys", "precast.paged_select_blocks"):
         spec = IndexSpec(first.shape[2], first.dtype, size)  # type: ignore[arg-type]
     elif len(held) == 1:
         latent = args["latent"].shape[2] if "latent" in args else args["weight"].shape[1]

@@ -9,6 +9,7 @@ import torch
 
 from op_samples import (
     attention,
+    block_sparse_attention,
     collectives,
     experts,
     latent_attention,
@@ -30,6 +31,7 @@ from precast.kernels.spec import OpSpec
 
 SAMPLES = {
     **attention.SAMPLES,
+    **block_sparse_attention.SAMPLES,
     **collectives.SAMPLES,
     **experts.SAMPLES,
     **latent_attention.SAMPLES,
