@@ -21,11 +21,12 @@ from precast.ir.waits import ended
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.use import GPU
 from precast.loader.collector import collector_held
-from precast.loader.driver import weights
+from precast.loader.driver import param_plan, weights
 from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
+from precast.loader.driver.param_plan import Planned
 from precast.loader.driver.unfit import UnfitError
-from precast.loader.driver.weights import Params, Planned, Ring
+from precast.loader.driver.weights import Params, Ring
 from precast.loader.native import Chosen, choose
 from precast.loader.options import LoadOptions
 from precast.loader.placement import bind_unverified
@@ -57,8 +58,8 @@ def load_with_driver(
         rules = options.rules(opened)
         files = CheckpointFiles.open(folder)
         graph = bind_unverified(opened.graph, UNSHARDED)
-        planned = weights.planned(graph, opened.manifest.checkpoint, files)
-        if why := weights.uncovered(planned):
+        planned = param_plan.planned(graph, opened.manifest.checkpoint, files)
+        if why := param_plan.uncovered(planned):
             raise UnfitError(why, opened)
         libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
         libraries.submit(_open_libraries)

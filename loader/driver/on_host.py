@@ -20,7 +20,7 @@ from precast.ir.weights.checkpoint import StoredDtype
 from precast.loader.device import Buffer
 from precast.loader.driver import library
 from precast.loader.driver.device import DriverDevice
-from precast.loader.driver.weights import Made, Planned, target_bytes
+from precast.loader.driver.param_plan import Made, Planned, target_bytes
 from precast.loader.weights.parts import Casts
 from precast.loader.weights.read_plan import Copy, Job, Plan
 from precast.loader.weights.stored_checks import BITS, Check

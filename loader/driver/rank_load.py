@@ -25,16 +25,17 @@ from precast.kernels.sampling.launches import told_bytes
 from precast.kernels.step_launches import DrawnPart
 from precast.kernels.use import Target
 from precast.loader.collector import collector_held
-from precast.loader.driver import on_host, weights
+from precast.loader.driver import on_host, param_plan, weights
 from precast.loader.driver.connection import Connection
 from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.load import admitted, short_turns, streamed_params
 from precast.loader.driver.model import PartDrawing, logits_type
+from precast.loader.driver.param_plan import Planned
 from precast.loader.driver.ready import Runnable, as_launches, check_files, kernels_of, pools, target_of, with_slabs
 from precast.loader.driver.runner import DriverRankRunner
 from precast.loader.driver.unfit import UnfitError
-from precast.loader.driver.weights import Planned, Ring
+from precast.loader.driver.weights import Ring
 from precast.loader.native import choose
 from precast.loader.options import LoadOptions
 from precast.loader.placement import Placement, bind_world
@@ -145,11 +146,11 @@ def _prepared(
     world = (among.size, ranks.ep)
     chosen = choose(opened, target.text, allowed=options.native, trust=rules, world=world, agree=agree)
     layer, note = admitted(opened, chosen)
-    planned = weights.planned(graph, opened.manifest.checkpoint, files)
+    planned = param_plan.planned(graph, opened.manifest.checkpoint, files)
     connection = _connected(opened, target, planned, device, ranks, connected)
     graph, drawing = _in_parts(graph, connection, limits)
     model = as_launches(graph, target, opened, layer, limits, connection, drawing)
-    if why := weights.uncovered(planned):
+    if why := param_plan.uncovered(planned):
         raise UnfitError(why, opened)
     if connection.collectives.wants_nccl(graph):
         connection.connect_nccl()
@@ -164,7 +165,7 @@ def _connected(
     facts = Facts(
         bundle=opened.digest, precast=version("precast"), torch="", device="driver", gpu=device.model,
         capability=target.text, choices=table.hexdigest()[:16], options=ranks.options, machine=machine(),
-        host=socket.gethostname(), gpu_id=device.uuid, weights_bytes=weights.planned_bytes(planned),
+        host=socket.gethostname(), gpu_id=device.uuid, weights_bytes=param_plan.planned_bytes(planned),
         free_bytes=device.free_bytes(),
     )  # fmt: skip
     check_facts(ranks.side.gather("facts", facts))

@@ -2,38 +2,32 @@
 
 Bytes that stand in a file as they will stand in memory are read into pinned buffers and copied from there. A param that
 takes more (transposed, short rows, another element type) is made on the host by numpy (`on_host`), which is imported
-only where some need it: that takes a while. Values of quantised tensors are not computed here (`uncovered`).
+only where some need it: that takes a while. What is read where is planned before (`param_plan`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from precast.ir.errors import TargetError
-from precast.ir.graph.schema import Graph, Quantise, Recipe, Tie
-from precast.ir.manifest import Checkpoint
+from precast.ir.graph.schema import Graph, Recipe, Tie
 from precast.ir.memory.strides import contiguous
-from precast.ir.weights import recipes, scales
-from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights import scales
 from precast.ir.weights.sources import Source
-from precast.ir.weights.tensorfile import element_bytes
 from precast.loader.device import Buffer, Event, aligned, host_bytes
 from precast.loader.driver import library
 from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
+from precast.loader.driver.param_plan import BUFFER_BYTES, PARAM_ALIGNMENT, Made, Planned, target_bytes
 from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
-from precast.loader.weights.parts import Assembly, Target, param_parts
-from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Job, Plan, plan_reads
-from precast.loader.weights.stored_checks import Check, checks, is_rounded
+from precast.loader.weights.read_plan import Job
+from precast.loader.weights.stored_checks import Check
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,38 +37,6 @@ if TYPE_CHECKING:
 
 THREADS = 12
 """They read the page cache faster than the bus takes it."""
-BUFFER_BYTES = 16 << 20
-"""Of a thread's pinned buffer: while it is on its way, others read. Smaller ones keep Python busy, more of them take
-longer to pin."""
-PARAM_ALIGNMENT = 256
-"""Where params begin, in bytes."""
-
-_CONVERTED = frozenset(("float16", "bfloat16", "float32", "float64", "F8_E8M0"))
-"""Types that are converted here, from each to each; nothing becomes F8_E8M0."""
-
-
-class Planned(NamedTuple):
-    """How params are read from the files of a checkpoint: the plan, which of its targets are made on the host, and
-    what is looked at once they are there."""
-
-    assembly: Assembly
-    plan: Plan
-    on_host: frozenset[int]
-    files: CheckpointFiles
-    checks: Mapping[int, Check] = MappingProxyType({})
-    """What is to be looked at, by target."""
-    rounded: Check | None = None
-    """Scales that may be rounded while they are read."""
-    scales: tuple[str, ...] = ()
-    """The params by which caches are divided."""
-
-
-class Made(Protocol):
-    """Targets that are made on the host: which, and the bytes of each."""
-
-    @property
-    def targets(self) -> Collection[int]: ...
-    def __getitem__(self, target: int, /) -> npt.NDArray[np.uint8]: ...
 
 
 class NothingMade(dict[int, "npt.NDArray[np.uint8]"]):
@@ -84,49 +46,6 @@ class NothingMade(dict[int, "npt.NDArray[np.uint8]"]):
 
     def done(self, job: Job, stream: int | None) -> None:
         """There is nothing to bring to the device."""
-
-
-def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
-    """The plan for all params of a verified graph that is bound to its rank.
-
-    Raises WeightsError (weights-mismatch) with everything that doesn't fit.
-    """
-    stored = recipes.require(graph, rules, files)
-    assembly = param_parts(scales.settled(graph.params, stored), lambda name: stored[name].dtype)
-    sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
-    plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
-    on_host = {copy.target for job in plan.jobs for copy in job.copies}
-    on_host |= {target for move in plan.moves for target in (move.source, move.target)}
-    found = {check.param: check for check in checks(graph)}
-    wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
-    rounded = next((check for check in found.values() if is_rounded(check, lambda name: stored[name].dtype)), None)
-    divided_by = tuple(scales.names(graph.params))
-    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by)
-
-
-def planned_bytes(what: Planned) -> int:
-    """The memory that all params take."""
-    return sum(
-        aligned(math.prod(target.shape) * element_bytes(target.dtype), PARAM_ALIGNMENT)
-        for target in what.plan.targets
-        if target.name is not None
-    )
-
-
-def uncovered(what: Planned) -> str:
-    """Why params aren't made here; empty if they are."""
-    if what.assembly.computed:
-        first = what.assembly.computed[0].recipe
-        if isinstance(first, Quantise):
-            return "weights are quantised while they are read"
-        return f"the checkpoint's tensors are quantised ({first.format})"
-    if what.rounded is not None:
-        return f"{what.rounded.tensors[0]}: that {what.rounded.dtype} holds such scales is looked at by torch"
-    for copy in (copy for job in what.plan.jobs for copy in job.copies):
-        odd = sorted({copy.dtype, *copy.casts} - _CONVERTED) if copy.casts else []
-        if odd:
-            return f"the checkpoint's tensors are converted from {copy.dtype} to {' to '.join(copy.casts)}"
-    return ""
 
 
 class Ring:
@@ -322,11 +241,6 @@ def do_job(
     for copy in job.copies:
         on_host.put_copy(copy, staged, made)
     return num_bytes
-
-
-def target_bytes(target: Target) -> int:
-    """The bytes of a target."""
-    return math.prod(target.shape) * element_bytes(target.dtype)
 
 
 def _made_name(name: str, recipe_of: Mapping[str, Recipe]) -> str:

@@ -36,7 +36,7 @@ from precast.ir.weights.sources import LocalFolder
 from precast.kernels.linear import cublaslt
 from precast.kernels.step_launches import drawing_launches, known_ids_launches
 from precast.kernels.use import GPU
-from precast.loader.driver import library, weights
+from precast.loader.driver import library, param_plan, weights
 from precast.loader.driver.context import begin
 from precast.loader.driver.coverage import covered
 from precast.loader.driver.load import load_with_driver
@@ -303,7 +303,7 @@ def test_params_that_are_converted(model: Model, driver: CudaDriver, tmp_path: P
     graph = unsharded(model.bundle.graph)
     context = begin("cuda")
     device = context.result().device
-    what = weights.planned(graph, model.bundle.manifest.checkpoint, files)
+    what = param_plan.planned(graph, model.bundle.manifest.checkpoint, files)
     params = weights.placed(what, graph, device)
     weights.stream(what, params, weights.Ring(context), device)
 
@@ -326,7 +326,7 @@ def test_of_params_that_are_made_on_the_host_few_are_there_at_once(
     graph = params_graph({name: Cast(read(name, tensors), "float16") for name in tensors}, tensors)
     context = begin("cuda")
     device = context.result().device
-    what = weights.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
+    what = param_plan.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
     params = weights.placed(what, graph, device)
     ring = weights.Ring(context)
     tracemalloc.start()
@@ -365,10 +365,10 @@ def test_what_is_quantised_goes_to_the_device_as_it_is(
     graph = parse_graph(QUANTISED.replace("SCALES", scales))
     context = begin("cuda")
     device = context.result().device
-    what = weights.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
+    what = param_plan.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
     params = weights.placed(what, graph, device)
 
-    assert weights.uncovered(what) == ""
+    assert param_plan.uncovered(what) == ""
     message = ""
     try:
         weights.stream(what, params, weights.Ring(context), device)

@@ -23,7 +23,8 @@ from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.dtypes import BY_NAME
 from precast.loader.driver.on_host import converted, move_all
-from precast.loader.driver.weights import do_job, planned, uncovered
+from precast.loader.driver.param_plan import planned, uncovered
+from precast.loader.driver.weights import do_job
 from precast.loader.sources.open import folder_of
 from precast.loader.weights.files import opened
 from precast.loader.weights.jobs import Worker, share
