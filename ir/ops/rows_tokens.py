@@ -96,12 +96,15 @@ def embedding(args: Args) -> tuple[TensorType, ...]:
     ids, weight = args["ids"], args["weight"]
     expect_dtype("ids", ids, "int64", "int32")
     expect_rank("weight", weight, 2)
-    expect_dtype("weight", weight, *COMPUTED)
+    expect_dtype("weight", weight, *COMPUTED, "int64")
+    scale = args.get("scale", 1.0)
+    expect(weight.dtype != "int64" or scale == 1.0, f"scale: expected 1.0 for rows of integers, found {scale}")
     return (TensorType(weight.dtype, (*ids.shape, weight.shape[1])),)
 
 
 def sharded_embedding(args: Args) -> tuple[TensorType, ...]:
     expect_known("start", args["start"])
+    expect_dtype("weight", args["weight"], *COMPUTED)
     return embedding(args)
 
 

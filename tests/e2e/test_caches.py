@@ -1,7 +1,7 @@
 """Greedy tokens are those of transformers while sequences are evicted, preempted, resumed, chunked, and share prefixes.
 
-Models with windows, two head sizes, shared keys and values, sinks, latents, selected latents, states
-beside pages, states alone.
+Models with windows, two head sizes, shared keys and values, sinks, latents, selected latents, windows beside entries
+that blocks are compressed to, states beside pages, states alone.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MODEL_TYPES = {
     "deepseek_v3": False,
     "deepseek_v32": False,
     "glm_moe_dsa": False,
+    "deepseek_v4": True,
     "mamba2": False,
     "falcon_h1": False,
     "lfm2": False,

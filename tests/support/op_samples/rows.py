@@ -14,6 +14,7 @@ def embedding(draw: Draw) -> Iterator[Sample]:
     yield {"ids": draw.integers(0, 11, 1, 7), "weight": draw.normal(11, 33), "scale": 33**0.5}
     yield {"ids": draw.integers(0, 5, 1, 1, dtype=torch.int32), "weight": draw.normal(5, 8)}
     yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "scale": 2.5}
+    yield {"ids": draw.integers(0, 5, 7), "weight": draw.integers(-9, 9, 5, 3)}
 
 
 def sharded_embedding(draw: Draw) -> Iterator[Sample]:

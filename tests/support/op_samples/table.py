@@ -10,6 +10,7 @@ import torch
 from op_samples import (
     attention,
     collectives,
+    entries,
     experts,
     latent_attention,
     norms,
@@ -31,6 +32,7 @@ from precast.kernels.spec import OpSpec
 SAMPLES = {
     **attention.SAMPLES,
     **collectives.SAMPLES,
+    **entries.SAMPLES,
     **experts.SAMPLES,
     **latent_attention.SAMPLES,
     **norms.SAMPLES,
