@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,12 @@ def config_of(model_type: str, **changes: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**SIZES, **changes})
 
 
-def check(config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path, *, dtype: str = "float32") -> None:
-    """Quantises a random model's checkpoint, tensor by tensor, and compares what becomes of it with transformers."""
+def check(
+    config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path, *, dtype: str = "float32",
+    called: Callable[[str], str] = lambda name: name,
+) -> None:  # fmt: skip
+    """Quantises a random model's checkpoint, tensor by tensor, and compares what becomes of it with transformers.
+    `called`: the names under which it is stored."""
     plain, stored = folder / "plain", folder / "stored"
     random_model(config).save_pretrained(plain)
     dense = load_file(plain / "model.safetensors")
@@ -51,6 +56,7 @@ def check(config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path
         files |= {name: tensor} if made is None else made[0]
         dense[name] = tensor if made is None else made[1].contiguous()
     assert files.keys() != dense.keys(), "nothing was quantised"
+    files = {called(name): tensor for name, tensor in files.items()}
     save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
     stored.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in files.items()}, stored / "model.safetensors")
@@ -105,6 +111,53 @@ def test_fp8_in_blocks(tmp_path: Path, dtype: str) -> None:
         return quantised.float8(name, tensor, (32, 32), "_scale_inv", blocks(tensor)) if known else None
 
     check(config, entries, quantise, tmp_path, dtype=dtype)
+
+
+KEPT_IN_V4 = ("compressor.wkv", "compressor.wgate", "weights_proj", "ffn.gate.", "embed_tokens", "head.", "norm.")
+"""What DeepSeek-V4's checkpoints hold in bfloat16, beside tensors that are no weights of layers."""
+
+
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
+def test_experts_of_four_bits_beside_fp8(expert_dtype: str, tmp_path: Path) -> None:
+    """DeepSeek-V4: scales stand beside the weights, as powers of two; the experts' are of 32 values each."""
+    config = shrink(AutoConfig.for_model("deepseek_v4", moe_intermediate_size=64, o_lora_rank=32))
+    config.moe_intermediate_size = 32
+    entries = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
+        "scale_fmt": "ue8m0", "expert_dtype": expert_dtype,
+    }  # fmt: skip
+    packed = set()
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not name.endswith(".weight") or any(part in name for part in KEPT_IN_V4):
+            return None
+        if expert_dtype == "fp4" and ".ffn.experts." in name:
+            packed.add(name)
+            return quantised.fp4_e8m0(name, tensor)
+        stored, dense = quantised.float8_e8m0(name, tensor, (32, 32))
+        return {name: stored[name], name.removesuffix("weight") + "scale": stored[name + "_scale_inv"]}, dense
+
+    check(config, entries, quantise, tmp_path, called=published_name)
+
+    assert bool(packed) == (expert_dtype == "fp4")
+
+
+def published_name(name: str) -> str:
+    """DeepSeek's names where transformers writes others, but for what stands before all of them."""
+    name = name.replace("model.embed_tokens.", "embed.").replace("model.hc_head.hc_", "hc_head_")
+    return re.sub(r"(layers\.\d+\.attn)\.norm\.", r"\1.kv_norm.", name)
+
+
+@pytest.mark.parametrize("size", [48, 80])
+def test_experts_of_four_bits_have_whole_groups(size: int) -> None:
+    config = shrink(AutoConfig.for_model("deepseek_v4"))
+    config.moe_intermediate_size = size
+    checkpoint = ModelCheckpoint(
+        make_module(config, "float32"), {"quant_method": "fp8", "weight_block_size": [32, 32], "expert_dtype": "fp4"}
+    )
+
+    with pytest.raises(BuildError, match="expected rows in groups of 32"):
+        checkpoint.recipes(["model.layers.0.mlp.experts.down_proj"])
 
 
 @pytest.mark.parametrize(
@@ -484,7 +537,7 @@ def test_layers_by_the_names_of_a_multimodal_checkpoint(entries: dict[str, Any])
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, "dynamic = "),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),
         ({**compressed("group"), "format": "float-quantized"}, "config_groups.group_0.weights: num_bits = "),
         ({**compressed("channel", num_bits=4)}, "config_groups.group_0.weights: num_bits = "),
