@@ -137,6 +137,23 @@ def _attention_over_entries(
     return module.o_b_proj(y.flatten(2)), None
 
 
+def _hyper_connection(module: Any, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights by which streams are mixed, made of the streams of a token; model code writes each iteration out."""
+    count = module.hc_mult
+    flat = module.input_norm(streams.flatten(2).float())
+    weights = torch.nn.functional.linear(flat, module.fn.float()).split([count, count, count * count], dim=-1)
+    pre, post, comb = (
+        weight * scale + base
+        for weight, scale, base in zip(
+            weights, module.scale.unbind(0), module.base.split([count, count, count * count]), strict=True
+        )
+    )
+    comb = torch.softmax(comb.unflatten(-1, (count, count)), dim=-1) + module.hc_eps
+    comb = ops.sinkhorn(comb.flatten(-2), size=count, iterations=module.hc_sinkhorn_iters, eps=module.hc_eps)
+    collapsed = ((torch.sigmoid(pre) + module.hc_eps).unsqueeze(-1) * streams).sum(dim=2)
+    return 2 * torch.sigmoid(post), comb.unflatten(-1, (count, count)), collapsed.to(streams.dtype)
+
+
 def _compressed(module: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """A compressor's entries [1, T, D], each at the last token of its block, turned as at the first one. What stands at
     other tokens is never read."""
@@ -187,6 +204,7 @@ ATTENTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Qwen4ExpTextAttention": ("forward", _attention_to_selected_blocks),
     "DeepseekV4Attention": ("forward", _attention_over_entries),
+    "DeepseekV4HyperConnection": ("forward", _hyper_connection),
     "MiniMaxM3VLIndexer": ("forward", _all_blocks),
     "InklingRelativeLogits": ("forward", _bias_by_distance),
     "Inkling2RelativeLogits": ("forward", _bias_by_distance),

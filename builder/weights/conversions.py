@@ -8,7 +8,6 @@ recipe of each param.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -26,15 +25,20 @@ PUBLISHED: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({
     # Kimi-K2.5 and -K2.7: transformers renames the vision tower's `blocks` to `layers`, in all names, so what it writes
     # itself has blocks in the decoder, too. The publishers' quantisation configs name `language_model.model.layers.*`.
     "kimi_k25": (("language_model.model.blocks.", "language_model.model.layers."),),
-    # DeepSeek-V4: transformers' renamings can't all be taken back. Two names of norms become one, and those of the
-    # beginning are of a model without its prefix.
-    "deepseek_v4": (
-        ("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"),
-        ("model.layers.*.attn.norm.", "model.layers.*.attn.kv_norm."),
-    ),
 })  # fmt: skip
 """By model type, beginnings of names that transformers' conversions give when they are taken back, and what the
-publishers' checkpoints have in their place; `*` is the number of each layer. Both are read."""
+publishers' checkpoints have in their place. Both are read."""
+
+ALSO_READ: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({
+    # DeepSeek-V4: transformers' renamings can't all be taken back. Two names of norms become one, and those of what
+    # stands outside of layers are a model's without its prefix.
+    "deepseek_v4": (
+        ("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"),
+        ("model.layers.*.attn.norm.", "layers.*.attn.kv_norm."),
+    ),
+})  # fmt: skip
+"""By model type, beginnings of names that recipes read, and what may stand there instead: the publishers' names, where
+transformers writes others. `*` is the number of each layer."""
 
 ReadBy = Callable[[str, torch.Tensor, str], Recipe]
 """Gives a checkpoint tensor's recipe, by its name, the tensor (on the meta device) and the first param it makes."""
@@ -71,26 +75,10 @@ def saved_tensors(model: PreTrainedModel, tied: Iterable[str]) -> dict[str, torc
 
 def _published(model: PreTrainedModel, name: str) -> str:
     """The publisher's name for the tensor that transformers saves under this one."""
-    for written, published in _other_beginnings(model.config.model_type, _num_layers(model)):
+    for written, published in PUBLISHED.get(model.config.model_type, ()):
         if name.startswith(written):
             return published + name.removeprefix(written)
     return name
-
-
-@functools.cache
-def _other_beginnings(model_type: str, num_layers: int) -> tuple[tuple[str, str], ...]:
-    """The pairs of `PUBLISHED` with the numbers of layers."""
-    pairs = PUBLISHED.get(model_type, ())
-    numbers = {pair: range(num_layers if "*" in pair[0] else 1) for pair in pairs}
-    return tuple(
-        (written.replace("*", str(number)), published.replace("*", str(number)))
-        for (written, published), found in numbers.items()
-        for number in found
-    )
-
-
-def _num_layers(model: PreTrainedModel) -> int:
-    return int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
 
 
 def saved_name(model: PreTrainedModel, name: str) -> str:
@@ -103,8 +91,10 @@ def saved_name(model: PreTrainedModel, name: str) -> str:
 
 def other_prefixes(model: PreTrainedModel) -> dict[str, str]:
     """Beginnings of checkpoint names, and what may stand there instead: a text model's in a multimodal checkpoint."""
-    pairs = _other_beginnings(model.config.model_type, _num_layers(model))
-    found = {published: written for written, published in pairs}
+    found = {published: written for written, published in PUBLISHED.get(model.config.model_type, ())}
+    for written, published in ALSO_READ.get(model.config.model_type, ()):
+        layers = range(model.config.num_hidden_layers if "*" in written else 1)
+        found |= {written.replace("*", str(layer)): published.replace("*", str(layer)) for layer in layers}
     for change in get_model_conversion_mapping(model, add_legacy=False):
         if not isinstance(change, loading.PrefixChange) or change.scope_prefix:
             continue

@@ -218,6 +218,10 @@ def _scored_pages(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {**made, "cache": _normal(dtype, len(pages["page_indices"]), 16, 128)}
 
 
+def _matrices(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    return {"x": torch.rand(1, _tokens(sequences), 256).to(dtype) + 1, "size": 16, "iterations": 3, "eps": 1e-6}
+
+
 def _entries(sequences: Sequences, dtype: torch.dtype, rate: int = 4) -> Sample:
     count = _tokens(sequences)
     return {
@@ -436,6 +440,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
             ("awq", quantised.awq),
         )
     },
+    "sinkhorn": ("sinkhorn", _matrices, {}, 3.0),
     "embedding": ("embedding", _embedded, {}, 1.05),
     "sharded embedding": ("sharded_embedding", _embedded, {"start": 20}, 1.25),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),

@@ -278,6 +278,7 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
         (f32(1, "T", 4, 8),),
     ),
     ("paged_sparse_latent_attention", {**LATENT_PAGES, **SELECTED}, (f32(1, "T", 4, 8),)),
+    ("sinkhorn", {"x": f32(1, "T", 9), "size": 3, "iterations": 20, "eps": 1e-6}, (f32(1, "T", 9),)),
     ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
     ("sample", SAMPLE, (t("int64", "B"),)),
     ("all_reduce", {"x": f32(1, "T", 8), "group": "tp"}, (f32(1, "T", 8),)),

@@ -10,7 +10,7 @@ import torch
 from model_sweep import COMPLETIONS
 from reference import evaluate, hf_logits, relative_error
 from torch import fx
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
@@ -24,7 +24,6 @@ from precast.builder.graph.nodes import op_counts
 from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.source.source import open_source
-from precast.builder.weights.conversions import other_prefixes
 from precast.ir.errors import BuildError
 from precast.ir.manifest import PassRecord
 from precast.ir.verify.verifier import verify
@@ -87,18 +86,6 @@ def expert_weights(found: Captured) -> list[FxNode]:
     return weights + [node.args[1] for node in calls(found, torch.ops.precast.grouped_linear)]
 
 
-def stored(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's checkpoint, by the names that transformers writes and those that publishers have in their place."""
-    written = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
-    others = {
-        published + name.removeprefix(prefix): tensor
-        for published, prefix in other_prefixes(model).items()
-        for name, tensor in written.items()
-        if name.startswith(prefix)
-    }
-    return others | written
-
-
 def run(found: Captured, state: dict[str, torch.Tensor]) -> torch.Tensor:
     """The logits `[T, V]` of all prompts in one batch."""
     lengths = [len(prompt) for prompt in PROMPTS]
@@ -120,7 +107,7 @@ def run(found: Captured, state: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_graphs_compute_what_transformers_computes(name: str, differs: dict[str, Any], ops: set[str]) -> None:
     config = small(name, **differs)
     model = random_model(config)
-    state = stored(model)
+    state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
     expected = torch.cat(hf_logits(model, PROMPTS))
 
     found = captured(config)
@@ -138,7 +125,7 @@ def test_a_table_says_which_experts_a_token_has() -> None:
     tables = [buffer for name, buffer in model.named_buffers() if name.endswith("tid2eid")]
     for table in tables:
         table.random_(0, config.n_routed_experts, generator=torch.Generator().manual_seed(3))
-    state = stored(model)
+    state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
     expected = torch.cat(hf_logits(model, PROMPTS))
 
     found = captured(config)
@@ -193,7 +180,7 @@ SPARSE_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["full_attention", "mi
 def test_selected_blocks_are_all_of_them_up_to_a_length(name: str, differs: dict[str, Any]) -> None:
     config = small(name, **differs)
     model = random_model(config)
-    state = stored(model)
+    state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
     expected = torch.cat(hf_logits(model, PROMPTS))
 
     found = captured(config, max_seq_len=LONGEST)

@@ -69,9 +69,9 @@ def save(model_type: str, directory: Path, **changes: Any) -> Saved:
 @pytest.mark.parametrize(
     "model_type",
     [
-        "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "jamba", "phimoe", "granitemoe",
-        "ernie4_5_moe", "kimi_linear", "olmo_hybrid", "hrm_text", "inkling2_text", "nemotron_h", "zamba2", "gemma3",
-        "qwen3_5_moe", "llama4_text", "longcat_flash", "jetmoe",
+        "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "jamba", "phimoe",
+        "granitemoe", "ernie4_5_moe", "kimi_linear", "olmo_hybrid", "hrm_text", "inkling2_text", "nemotron_h", "zamba2",
+        "gemma3", "qwen3_5_moe", "llama4_text", "longcat_flash", "jetmoe",
     ],
 )  # fmt: skip
 def test_params_are_what_was_saved(model_type: str, tmp_path: Path) -> None:

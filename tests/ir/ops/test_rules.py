@@ -286,6 +286,7 @@ def both(first: str, second: str, value: TensorType) -> Args:
 
 SCALED: Args = {**WRITE, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}
 # op, arguments, what the message must say
+SINKHORN: Args = {"x": f32("T", 9), "size": 3, "iterations": 20, "eps": 1e-6}
 REJECTED: list[tuple[str, Args, str]] = [
     ("aten.linear.default", {"input": f32("T", 5), "weight": f32(7, 6)}, "input's last dimension.*6.*5"),
     ("aten.linear.default", {"input": f32("T", 5), "weight": f32(7)}, "weight: expected 2 dimensions"),
@@ -359,6 +360,9 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("aten.cat.default", {"tensors": (f32(2, 3), f32(2, 4)), "dim": 0}, "after dim"),
     ("aten.cat.default", {"tensors": (f32(2, 3), f32(3, 3)), "dim": 1}, "before dim"),
     ("aten.cat.default", {"tensors": (f32(3), t("int64", 3))}, "expected dtype float32, found int64"),
+    ("precast.sinkhorn", {**SINKHORN, "x": f32("T", 8)}, r"x's last dimension: expected shape \[9\], found \[8\]"),
+    ("precast.sinkhorn", {**SINKHORN, "size": "T"}, "size: expected at least 1, found T"),
+    ("precast.sinkhorn", {**SINKHORN, "iterations": 0}, "iterations: expected 1 to 1000, found 0"),
     ("precast.embedding", {"ids": f32("T"), "weight": f32(9, 8)}, "ids: expected dtype"),
     ("precast.embedding", {"ids": t("int64", "T"), "weight": f32(8)}, "weight: expected 2"),
     ("precast.embedding", {"ids": t("int64", "T"), "weight": t("int64", 9, 8), "scale": 2.0}, "scale: expected 1.0"),
@@ -607,6 +611,7 @@ ANY_RANK = {
     ("precast.embedding", "ids"),
     ("precast.sharded_embedding", "ids"),
     ("precast.rms_norm", "x"),
+    ("precast.sinkhorn", "x"),
     ("precast.layer_norm", "x"),
     ("precast.gated_activation", "x"),
     ("precast.gated_linear", "input"),
