@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Expr, TensorType
+from precast.ir.graph.schema import Dtype, Expr, TensorType
 from precast.ir.ops import work
 from precast.ir.ops.checks import (
     FLOATS,
@@ -82,7 +82,7 @@ def _attended(args: Args, entry_size: Expr) -> tuple[TensorType, ...]:
     given = [name for name in ("window", "selected") if args.get(name) is not None]
     expect(len(given) < 2, "window, selected: expected one of them at most, found both")
     expect("window" not in given or args["rate"] == 1, f"window: expected none with a rate of {args['rate']}")
-    wide = "float64" if q.dtype == "float64" else "float32"
+    wide: Dtype = "float64" if q.dtype == "float64" else "float32"
     return TensorType(wide, q.shape), TensorType(wide, q.shape[:3])
 
 
