@@ -20,6 +20,7 @@ from precast.ir.graph.schema import (
     CacheSpec,
     Call,
     Const,
+    EntrySpec,
     Expr,
     Graph,
     IndexSpec,
@@ -306,7 +307,9 @@ def _geometry(group: CacheGroup) -> tuple[str, ...]:
     if isinstance(spec, IndexSpec):
         row = (group.name, group.pool, layers, "index", str(spec.key_size), spec.dtype, str(spec.page_size), "-")
         return (*row, token, "-")
-    if isinstance(spec, LatentSpec):
+    if isinstance(spec, EntrySpec):
+        kind, shape = "entries", str(spec.entry_size) + (f" of {spec.rate} tokens" if spec.rate > 1 else "")
+    elif isinstance(spec, LatentSpec):
         kind, shape = "latent", f"{spec.latent_size} + {spec.rope_size}"
     else:
         kind, shape = "kv", f"{symbols.text(spec.num_kv_heads)} x ({spec.head_size} + {spec.value_size})"

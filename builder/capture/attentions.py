@@ -14,6 +14,8 @@ from precast.builder.capture.routing import IMPLEMENTATION, current_trace
 from precast.builder.capture.shifts import delayed
 from precast.ir.errors import BuildError
 
+ops = torch.ops.precast
+
 
 def _refuse_beyond(limit: int, selected: str) -> None:
     """Refuse sequences of more than `limit` tokens: of these, not all blocks of keys are `selected`."""
@@ -112,9 +114,108 @@ def _attention_to_blocks_of_layers(
     return (weights.transpose(-1, -2) @ states).unbind(-2)
 
 
+# --- DeepSeek-V4 -------------------------------------------------------------------------------------------------
+
+
+def _attention_over_entries(
+    module: Any, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    position_ids: torch.Tensor, *_: Any, **__: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """One key for all heads, which is its own value, over a window; and in most layers over entries besides, which
+    blocks of tokens are compressed to. Both share a softmax and the sinks.
+
+    Model code keeps entries as they come, and a mask says which of them each query sees.
+    """
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    trace, shape = current_trace(), (1, hidden_states.shape[1], -1, module.head_dim)
+    cos, sin = position_embeddings[module.rope_layer_type]
+    residual = module.q_a_norm(module.q_a_proj(hidden_states))
+    q = rotate(module.q_b_norm(module.q_b_proj(residual).view(shape)), cos, sin, unsqueeze_dim=2)
+    kv = rotate(module.kv_norm(module.kv_proj(hidden_states)).view(shape), cos, sin, unsqueeze_dim=2)
+    window = module.sliding_window if module.sliding_window < trace.max_seq_len else None
+    found = [ops.entry_attention(q, kv[:, :, 0], None, trace.cu_seqlens, scale=module.scaling, rate=1, window=window)]
+    compressor = module.compressor
+    if compressor is not None and compressor.compress_rate <= trace.max_seq_len:
+        entries = _compressed(compressor, hidden_states, position_ids)
+        selected = _selected_entries(compressor, hidden_states, residual, position_ids, cos, sin)
+        found.append(
+            ops.entry_attention(
+                q, entries, selected, trace.cu_seqlens, scale=module.scaling, rate=compressor.compress_rate
+            )
+        )
+    y = rotate(_joined(found, module.sinks).to(q.dtype), cos, -sin, unsqueeze_dim=2)
+    y = module.o_a_proj(y.reshape(*hidden_states.shape[:-1], module.config.o_groups, -1))
+    return module.o_b_proj(y.flatten(2)), None
+
+
+def _hyper_connection(module: Any, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights by which streams are mixed, made of the streams of a token; model code writes each iteration out."""
+    count = module.hc_mult
+    flat = module.input_norm(streams.flatten(2).float())
+    weights = torch.nn.functional.linear(flat, module.fn.float()).split([count, count, count * count], dim=-1)
+    pre, post, comb = (
+        weight * scale + base
+        for weight, scale, base in zip(
+            weights, module.scale.unbind(0), module.base.split([count, count, count * count]), strict=True
+        )
+    )
+    comb = torch.softmax(comb.unflatten(-1, (count, count)), dim=-1) + module.hc_eps
+    comb = ops.sinkhorn(comb.flatten(-2), size=count, iterations=module.hc_sinkhorn_iters, eps=module.hc_eps)
+    collapsed = ((torch.sigmoid(pre) + module.hc_eps).unsqueeze(-1) * streams).sum(dim=2)
+    return 2 * torch.sigmoid(post), comb.unflatten(-1, (count, count)), collapsed.to(streams.dtype)
+
+
+def _compressed(module: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """A compressor's entries [1, T, D], each at the last token of its block, turned as at the first one. What stands at
+    other tokens is never read."""
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    kv, gate, bias = module.kv_proj(hidden_states), module.gate_proj(hidden_states), module.position_bias
+    size, rate = module.head_dim, module.compress_rate
+    if kv.shape[-1] != size:
+        bias = torch.cat((bias[:, :size], bias[:, size:]))
+    entries = module.kv_norm(ops.compress(kv, gate, bias, current_trace().cu_seqlens))
+    cos, sin = module.rotary_emb(entries, position_ids=position_ids - (rate - 1), layer_type=module.rope_layer_type)
+    return rotate(entries[:, :, None], cos, sin, unsqueeze_dim=2)[:, :, 0]
+
+
+def _selected_entries(
+    compressor: Any, hidden_states: torch.Tensor, residual: torch.Tensor, position_ids: torch.Tensor,
+    cos: torch.Tensor, sin: torch.Tensor,
+) -> torch.Tensor | None:  # fmt: skip
+    """The entries that each query selects [1, T, M], by entries of their own; None for all, also where no sequence has
+    more of them than are selected."""
+    indexer = getattr(compressor, "indexer", None)
+    trace, rate = current_trace(), compressor.compress_rate
+    if indexer is None or trace.max_seq_len // rate <= indexer.index_topk:
+        return None
+    rotate, scorer = sys.modules[type(indexer).__module__].apply_rotary_pos_emb, indexer.scorer
+    q = indexer.q_b_proj(residual).view(1, hidden_states.shape[1], -1, indexer.head_dim)
+    return ops.select_entries(
+        rotate(q, cos, sin, unsqueeze_dim=2), _compressed(indexer, hidden_states, position_ids),
+        scorer.weights_proj(hidden_states).float() * scorer.weights_scaling, trace.cu_seqlens,
+        scale=scorer.softmax_scale, rate=rate, count=indexer.index_topk,
+    )  # fmt: skip
+
+
+def _joined(found: list[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor) -> torch.Tensor:
+    """What attention finds among all entries and a sink: its share of each part's, exp(lse) of all that weigh.
+
+    exp(a) / (exp(a) + exp(b) + exp(s)) = sigmoid(a - s - softplus(b - s)), which takes -inf for parts without entries.
+    """
+    sinks = sinks.float()
+    if len(found) == 1:
+        y, lse = found[0]
+        return y * torch.sigmoid(lse - sinks)[..., None]
+    (y, lse), (other, weight) = ((y, lse - sinks) for y, lse in found)
+    share, rest = (torch.sigmoid(a - torch.nn.functional.softplus(b)) for a, b in ((lse, weight), (weight, lse)))
+    return y * share[..., None] + other * rest[..., None]
+
+
 ATTENTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Qwen4ExpTextAttention": ("forward", _attention_to_selected_blocks),
+    "DeepseekV4Attention": ("forward", _attention_over_entries),
+    "DeepseekV4HyperConnection": ("forward", _hyper_connection),
     "MiniMaxM3VLIndexer": ("forward", _selected_blocks),
     "InklingRelativeLogits": ("forward", _bias_by_distance),
     "Inkling2RelativeLogits": ("forward", _bias_by_distance),

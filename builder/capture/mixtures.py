@@ -179,6 +179,24 @@ def _weighed_with_shared(
     return routed, weights[:, : module.top_k], ids, weights[:, module.top_k :]
 
 
+# --- DeepSeek-V4 -------------------------------------------------------------------------------------------------
+
+
+def _experts_by_token(
+    module: Any, hidden_states: torch.Tensor, input_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A table of the checkpoint says which experts a token has; their weights are computed.
+
+    Clamped, since the scores are looked up by what the table holds: a bundle is known to read nothing beyond them,
+    whatever that is.
+    """
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, module.hidden_dim), module.weight)
+    ids = module.tid2eid[input_ids.reshape(-1)].clamp(0, module.num_experts - 1)
+    weights = module.score_fn(logits).gather(1, ids)
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return logits, weights * module.routed_scaling_factor, ids
+
+
 MIXTURES: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Llama4TextMoe": ("forward", _scaled_inputs),
@@ -188,4 +206,5 @@ MIXTURES: dict[str, tuple[str, Callable[..., Any]]] = {
     "InklingTopkRouter": ("forward", _weighed_with_shared),
     "JetMoeMoE": ("forward", _sorted_experts),
     "JetMoeAttention": ("forward", _attention_of_experts),
+    "DeepseekV4HashRouter": ("forward", _experts_by_token),
 }

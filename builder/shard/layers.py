@@ -119,8 +119,8 @@ def _embedding(system: System, function: Function, node: Node, seed: int) -> Lay
     if node.op != "precast.embedding" or function.name or not _are_tokens(function, _name(node, "ids")):
         return None
     weight = _name(node, "weight")
-    if function.given.get(weight) != "param":
-        return None
+    if function.given.get(weight) != "param" or function.types[weight].dtype == "int64":
+        return None  # rows of integers are no parts of a sum
     rows = _size(function, weight, 0)
     spot = (("", weight), 0)
     return Layer("embedding", "", node.outputs[0].name, (((spot, Piece(0, Units(rows, "vocab", rows, seed), 1)),),))

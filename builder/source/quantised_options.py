@@ -321,7 +321,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
     "fp8": {
         "weight_block_size": _block, "modules_to_not_convert": _names, "ignored_layers": _names,
         "modules_to_convert": _one_of(None), "scale_fmt": _one_of(None, "float", "ue8m0"),
-        "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"), "expert_dtype": _one_of(None, "fp8"),
+        "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"), "expert_dtype": _one_of(None, "fp8", "fp4"),
     },
     "fbgemm_fp8": {"modules_to_not_convert": _names},
     "compressed-tensors": {

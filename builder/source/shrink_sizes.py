@@ -67,6 +67,9 @@ _LENGTHS = (
 _SHORTEST, _LONGEST = 64, 256
 """Tokens: what is compared must fit, and tables by position stay small."""
 
+_LONGEST_BLOCK = 8
+"""Tokens of an entry of compressed attention: short prompts then have several."""
+
 _NOT_SIZES = (
     "kernel", "conv", "patch", "image", "position", "token", "eps", "layers", "window", "chunk", "max_", "tile",
     "crop", "resolution", "sampling", "seconds", "merge", "block_size", "group_size", "per_", "vocab",
@@ -108,6 +111,8 @@ def shrink_sizes(entries: dict[str, Any], vocab: int, scale: int, known: Known) 
     # With few heads many keys' scores are sums of zeros alone: of equal ones models leave open which are selected.
     _change(entries, old, ("index_n_heads",), lambda heads: min(heads, 16))
     _experts(entries, old)
+    if isinstance(old.get("compress_rates"), dict):
+        entries["compress_rates"] = {kind: min(rate, _LONGEST_BLOCK) for kind, rate in old["compress_rates"].items()}
     _rest(entries, old, known)
     _vocabulary(entries, old, vocab)
     for key in ("rope_parameters", "rope_scaling"):

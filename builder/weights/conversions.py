@@ -29,6 +29,17 @@ PUBLISHED: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({
 """By model type, beginnings of names that transformers' conversions give when they are taken back, and what the
 publishers' checkpoints have in their place. Both are read."""
 
+ALSO_READ: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({
+    # DeepSeek-V4: transformers' renamings can't all be taken back. Two names of norms become one, and those of what
+    # stands outside of layers are a model's without its prefix.
+    "deepseek_v4": (
+        ("model.embed_tokens.", "embed."), ("model.hc_head.hc_", "hc_head_"),
+        ("model.layers.*.attn.norm.", "layers.*.attn.kv_norm."),
+    ),
+})  # fmt: skip
+"""By model type, beginnings of names that recipes read, and what may stand there instead: the publishers' names, where
+transformers writes others. `*` is the number of each layer."""
+
 ReadBy = Callable[[str, torch.Tensor, str], Recipe]
 """Gives a checkpoint tensor's recipe, by its name, the tensor (on the meta device) and the first param it makes."""
 
@@ -81,6 +92,9 @@ def saved_name(model: PreTrainedModel, name: str) -> str:
 def other_prefixes(model: PreTrainedModel) -> dict[str, str]:
     """Beginnings of checkpoint names, and what may stand there instead: a text model's in a multimodal checkpoint."""
     found = {published: written for written, published in PUBLISHED.get(model.config.model_type, ())}
+    for written, published in ALSO_READ.get(model.config.model_type, ()):
+        layers = range(model.config.num_hidden_layers if "*" in written else 1)
+        found |= {written.replace("*", str(layer)): published.replace("*", str(layer)) for layer in layers}
     for change in get_model_conversion_mapping(model, add_legacy=False):
         if not isinstance(change, loading.PrefixChange) or change.scope_prefix:
             continue

@@ -134,9 +134,12 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     # Checkpoints without the key are AutoFP8's: one scale a tensor, under another name.
     suffix = "_scale_inv" if "weight_block_size" in options.entries else "_scale"
     skipped = options.get("modules_to_not_convert", options.get("ignored_layers", None))
+    beside, is_fp4 = model.config.model_type in _SCALES_BESIDE, options.get("expert_dtype", None) == "fp4"
 
     def recipe(weight: Weight) -> Recipe:
-        name = weight.name + suffix
+        name = weight.stem + ".scale" if beside else weight.name + suffix
+        if is_fp4 and weight.module.endswith(".experts"):
+            return _fp4(weight, name)
         return _scaled(weight, _per_tensor(weight, name) if tile is None else _per_tile(weight, name, tuple(tile)))
 
     ignored = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
@@ -145,6 +148,20 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
         "fp8", _chosen(model, skipped), recipe, ignored, scales,
         rounding=lambda weight: of_fp8(options.entries, weight.stem),
     )  # fmt: skip
+
+
+_SCALES_BESIDE = frozenset({"deepseek_v4"})
+"""Model types whose publishers call a weight's scales `<layer>.scale`, as what writes their checkpoints does."""
+
+
+def _fp4(weight: Weight, scales: str) -> Recipe:
+    """DeepSeek-V4's experts, one by one: two values in a byte, the first in its lower half, in groups of 32 of a row,
+    each with an exponent."""
+    if len(weight.shape) != 2 or weight.shape[1] % 32:
+        raise refuse("fp8", f"experts of FP4 of {list(weight.shape)} ({weight.name}), expected rows in groups of 32")
+    rows, columns = weight.shape
+    values = Reshape(Read(weight.name, (rows, columns // 2), "uint8"), (rows, columns // 32, 16))
+    return Dequantise(values, Read(scales, (rows, columns // 32), "uint8"), "mxfp4")
 
 
 def _fbgemm_fp8(model: PreTrainedModel, options: Quantised) -> Scheme:

@@ -323,6 +323,17 @@ class IndexSpec(Wire, frozen=True, tag="index", tag_field="k"):
     page_size: int
 
 
+class EntrySpec(Wire, frozen=True, tag="entries", tag_field="k"):
+    """Geometry of a paged cache of entries, which all heads share: one of `entry_size` elements for each block of
+    `rate` tokens. A page holds whole blocks. `window` None: all entries are seen; a window is for a rate of 1 alone."""
+
+    entry_size: int
+    dtype: Dtype
+    page_size: int
+    rate: int = 1
+    window: int | None = None
+
+
 class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
     """Geometry of a state that a sequence keeps as a whole: a recurrent `state`, or the last inputs of a `conv`.
 
@@ -334,7 +345,7 @@ class StateSpec(Wire, frozen=True, tag="state", tag_field="k"):
     dtype: Dtype
 
 
-CacheSpec = PagedSpec | LatentSpec | IndexSpec | StateSpec
+CacheSpec = PagedSpec | LatentSpec | IndexSpec | EntrySpec | StateSpec
 
 
 class PagedInputs(Wire, frozen=True):
@@ -358,7 +369,7 @@ class Group(Wire, frozen=True):
 
     name: str
     pool: str
-    spec: PagedSpec | LatentSpec | IndexSpec
+    spec: PagedSpec | LatentSpec | IndexSpec | EntrySpec
     inputs: PagedInputs
     slots: tuple[Slot, ...]
 

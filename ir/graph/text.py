@@ -175,12 +175,14 @@ def _slot(slot: schema.Slot) -> str:
     return f"slot {_name(slot.name)}({', '.join(map(format_value, slot.tensors))})"
 
 
-def _spec(spec: schema.PagedSpec | schema.LatentSpec | schema.IndexSpec) -> str:
+def _spec(spec: schema.PagedSpec | schema.LatentSpec | schema.IndexSpec | schema.EntrySpec) -> str:
     if isinstance(spec, schema.IndexSpec):
         return f"index(key_size={spec.key_size}, dtype={spec.dtype}, page_size={spec.page_size})"
     pages = f"dtype={spec.dtype}, page_size={spec.page_size}, window={'none' if spec.window is None else spec.window}"
     if isinstance(spec, schema.LatentSpec):
         return f"latent(latent_size={spec.latent_size}, rope_size={spec.rope_size}, {pages})"
+    if isinstance(spec, schema.EntrySpec):
+        return f"entries(entry_size={spec.entry_size}, rate={spec.rate}, {pages})"
     sizes = f"num_kv_heads={symbols.text(spec.num_kv_heads)}, head_size={spec.head_size}, value_size={spec.value_size}"
     chunk = "" if spec.chunk is None else f", chunk={spec.chunk}"
     return f"paged({sizes}, {pages}{chunk})"

@@ -20,6 +20,7 @@ from precast.ir.graph.schema import (
     CacheGroup,
     CachePlan,
     CacheSpec,
+    EntrySpec,
     Expr,
     Group,
     IndexSpec,
@@ -77,6 +78,9 @@ def slot_types(spec: CacheSpec, pages: str) -> tuple[TensorType, ...]:
         return (TensorType(spec.dtype, (pages, spec.page_size, spec.latent_size + spec.rope_size)),)
     if isinstance(spec, IndexSpec):
         return (TensorType(spec.dtype, (pages, spec.page_size, spec.key_size)),)
+    if isinstance(spec, EntrySpec):
+        # Of a plan that was not verified: a page without a whole block has no entry, and is refused for it.
+        return (TensorType(spec.dtype, (pages, spec.page_size // max(spec.rate, 1), spec.entry_size)),)
     keys = (pages, spec.page_size, spec.num_kv_heads, spec.head_size)
     return TensorType(spec.dtype, keys), TensorType(spec.dtype, (*keys[:-1], spec.value_size))
 
@@ -131,7 +135,12 @@ def peak_pages(group: CacheGroup, length: int, step: int) -> int:
     return min(whole, -(-(tokens - 1) // group.spec.page_size) + 1)
 
 
-def first_visible(spec: PagedSpec | LatentSpec | IndexSpec, position: int) -> int:
+def whole_blocks(page_size: int, rate: int) -> int:
+    """Tokens of the smallest page that holds whole blocks of `rate` tokens, and `page_size` tokens."""
+    return -(-page_size // rate) * rate
+
+
+def first_visible(spec: PagedSpec | LatentSpec | IndexSpec | EntrySpec, position: int) -> int:
     """The position of the first token that the one at `position` can see."""
     if isinstance(spec, IndexSpec):
         return 0

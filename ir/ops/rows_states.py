@@ -42,6 +42,28 @@ def causal_conv(args: Args) -> TensorType:
     return x
 
 
+def compress(args: Args) -> TensorType:
+    kv, bias = args["kv"], args["bias"]
+    expect_tokens("kv", kv, 3)
+    expect_floating("gate", args["gate"], kv.shape)
+    expect_rank("bias", bias, 2)
+    width, size = bias.shape
+    expect_known("channels", kv.shape[2], width, size)
+    expect_floating("bias", bias, (width, size))
+    channels = (kv.shape[2], symbols.mul(2, size))
+    expect(
+        any(symbols.equal(kv.shape[2], each) for each in (size, channels[1])),
+        f"kv: expected as many channels as bias, or twice as many, found {shape_text(kv.shape)} and "
+        f"{shape_text(bias.shape)}",
+    )
+    overlaps = not symbols.equal(kv.shape[2], size)
+    least = 4 if overlaps else 2
+    ok = not isinstance(width, int) or (width >= least and width % (2 if overlaps else 1) == 0)
+    twice = ", twice" if overlaps else ""
+    expect(ok, f"bias: expected blocks of at least 2 tokens{twice}, found {shape_text((width,))}")
+    return TensorType(kv.dtype, (*kv.shape[:2], size))
+
+
 def selective_scan(args: Args) -> TensorType:
     x, a, b = args["x"], args["a"], args["b"]
     expect_tokens("x", x, 3)
@@ -181,6 +203,15 @@ ROWS = (
         causal_conv,
         State("conv", lambda args: (args["x"].shape[2], symbols.add(args["weight"].shape[1], -1))),
         each(2, "x", by="weight"),
+    ),
+    # of as many tokens as the bias has rows, at the last of a block: score, weight, sum
+    *_both(
+        "compress",
+        "Tensor kv, Tensor gate, Tensor bias",
+        "",
+        compress,
+        State("conv", lambda args: (2, args["bias"].shape[0], args["kv"].shape[2])),
+        each(6, "kv"),
     ),
     # decay, input and its addition, output, for each element of the state and token
     *_both(

@@ -23,6 +23,8 @@ from precast.ir.weights import quantised
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 SCALES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
+MAX_ITERATIONS = 1000
+"""Of `precast.sinkhorn`. Published models have 20."""
 QUANTISED_INPUTS = ("none", "fp8_token", "fp8_group", "fp8_tensor", "int8_token")
 
 
@@ -96,13 +98,26 @@ def embedding(args: Args) -> tuple[TensorType, ...]:
     ids, weight = args["ids"], args["weight"]
     expect_dtype("ids", ids, "int64", "int32")
     expect_rank("weight", weight, 2)
-    expect_dtype("weight", weight, *COMPUTED)
+    expect_dtype("weight", weight, *COMPUTED, "int64")
+    scale = args.get("scale", 1.0)
+    expect(weight.dtype != "int64" or scale == 1.0, f"scale: expected 1.0 for rows of integers, found {scale}")
     return (TensorType(weight.dtype, (*ids.shape, weight.shape[1])),)
 
 
 def sharded_embedding(args: Args) -> tuple[TensorType, ...]:
     expect_known("start", args["start"])
+    expect_dtype("weight", args["weight"], *COMPUTED)
     return embedding(args)
+
+
+def sinkhorn(args: Args) -> tuple[TensorType, ...]:
+    x, size, iterations = args["x"], args["size"], args["iterations"]
+    expect_dtype("x", x, *COMPUTED)
+    expect(isinstance(size, int) and size > 0, f"size: expected at least 1, found {symbols.text(size)}")
+    expect_shape("x's last dimension", x.shape[-1:], (symbols.mul(size, size),))
+    ok = isinstance(iterations, int) and 0 < iterations <= MAX_ITERATIONS
+    expect(ok, f"iterations: expected 1 to {MAX_ITERATIONS}, found {symbols.text(iterations)}")
+    return (x,)
 
 
 def rms_norm(args: Args) -> tuple[TensorType, ...]:
@@ -233,6 +248,11 @@ ROWS = (
     ),
     row("aten.addmm.default(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", addmm, last_of("mat1"), product("mat1")),
     row("aten.matmul.default(Tensor self, Tensor other) -> Tensor", matmul, last_of("self"), product("self")),
+    row(
+        "precast.sinkhorn(Tensor x, *, int size, int iterations, float eps) -> Tensor",
+        sinkhorn,
+        last_of("x"),
+    ),
     row(
         "precast.embedding(Tensor ids, Tensor weight, *, float scale=1.0) -> Tensor",
         embedding,

@@ -11,6 +11,7 @@ from functools import cache
 from precast.ir.ops import (
     rows_attention,
     rows_collectives,
+    rows_entries,
     rows_experts,
     rows_fused,
     rows_pointwise,
@@ -23,8 +24,8 @@ from precast.ir.ops import (
 from precast.ir.ops.op import OpDef
 
 _ROW_FILES = (
-    rows_attention, rows_collectives, rows_experts, rows_fused, rows_pointwise, rows_reductions, rows_sparse,
-    rows_states, rows_tokens, rows_views,
+    rows_attention, rows_collectives, rows_entries, rows_experts, rows_fused, rows_pointwise, rows_reductions,
+    rows_sparse, rows_states, rows_tokens, rows_views,
 )  # fmt: skip
 
 

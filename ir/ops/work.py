@@ -72,6 +72,26 @@ def selection(node: Node, shapes: Shapes) -> float:
     return 2 * query[1] * _keys(node, query[1]) * query[2] * (query[3] + 1)
 
 
+def entry_attention(node: Node, shapes: Shapes) -> float:
+    """4 T N H D, over N entries: those of its window, its selection, or half of all."""
+    query = _of(node, "q", shapes)
+    seen = _entries(node, query[1])
+    if isinstance(node.args.get("selected"), Ref):
+        seen = min(seen, _of(node, "selected", shapes)[2])
+    return 4.0 * query[1] * seen * query[2] * query[3]
+
+
+def entry_selection(node: Node, shapes: Shapes) -> float:
+    """2 T N H (D + 1): N is how many entries a query may see on average, each of which every head scores."""
+    query = _of(node, "q", shapes)
+    return 2 * query[1] * _entries(node, query[1]) * query[2] * (query[3] + 1)
+
+
+def _entries(node: Node, tokens: int) -> float:
+    rate = node.args["rate"]
+    return _keys(node, tokens) / (rate.value if isinstance(rate, Const) and type(rate.value) is int else 1)
+
+
 def sparse_latent_attention(node: Node, shapes: Shapes) -> float:
     """Over N selected latents as keys and values of one head, 2 T N H (2 C + Dr), and the query's and the result's
     products with the weight, 2 T H (Dn + Dv) C."""

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from precast.ir import limits
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import CacheGroup, Call, Const, Group, Node, Pool, Ref, StateGroup, TensorType
+from precast.ir.graph.schema import CacheGroup, Call, Const, EntrySpec, Group, Node, Pool, Ref, StateGroup, TensorType
 from precast.ir.graph.text import format_type
 from precast.ir.memory import caches
 from precast.ir.memory.step_inputs import STEP_INPUTS, group_inputs
@@ -58,6 +58,11 @@ def _specs(facts: Facts) -> Iterator[Fault]:
         for name, size in sizes:
             if isinstance(size, int) and size < 1:
                 yield f"group {group.name}", f"{name}: expected at least 1, found {size}"
+        spec = group.spec
+        if isinstance(spec, EntrySpec) and spec.rate > 0 and spec.page_size % spec.rate:
+            yield f"group {group.name}", f"page_size: expected a multiple of rate {spec.rate}, found {spec.page_size}"
+        if isinstance(spec, EntrySpec) and spec.rate != 1 and spec.window is not None:
+            yield f"group {group.name}", f"expected a window or a rate, found window {spec.window} and rate {spec.rate}"
         reaches = [f"{name} {size}" for name, size in sizes if name in ("window", "chunk")]
         if len(reaches) > 1:
             yield f"group {group.name}", f"expected a window or chunks, found {' and '.join(reaches)}"
@@ -220,17 +225,21 @@ def _cache_op(facts: Facts, where: str, node: Node, resolve: Resolve) -> Iterato
         size = getattr(group.spec, name, None)  # latents have no chunks
         if size is not None and node.args.get(name) != Const(size):
             yield where, f"{name}: expected {size}, that of group {group.name}, whose pages end there"
+    if isinstance(group.spec, EntrySpec) and node.args.get("rate") != Const(group.spec.rate):
+        yield where, f"rate: expected {group.spec.rate}, the tokens of an entry of group {group.name}"
 
 
 CACHE_RULES = (
     Rule("IR040", "pools, groups and slots have names of their own", _plan_names),
     Rule("IR041", "each group has a pool and a slot, each pool a group", _plan_references),
     Rule("IR042", "each pool's pages are counted by a declared symbol of its own", _page_counts),
-    Rule("IR043", "sizes, windows and chunks of a spec are at least 1, and a window excludes chunks", _specs),
+    Rule("IR043", "sizes of a spec are at least 1, a window excludes chunks, and pages are of whole blocks", _specs),
     Rule("IR044", "a slot's tensors are those of its group's spec", _slots),
     Rule("IR045", "groups of one pool have pages of one geometry", _geometries),
     Rule("IR046", "a group's metadata are graph inputs of the right types, and its own", _group_inputs),
-    Rule("IR047", "an op on a cache takes the tensors of one slot, its group's metadata, window and chunk", _cache_ops),
+    Rule(
+        "IR047", "an op on a cache takes one slot's tensors, and metadata, window, chunk, rate of its group", _cache_ops
+    ),
     Rule("IR048", "in a plan with slabs each group has a pool of its own, whose pages fit and fill a slab", _slabs),
     Rule("IR049", "a plan has few groups, whose pages' sizes are known, at least 1, and limited", _page_sizes),
 )

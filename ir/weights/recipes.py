@@ -23,6 +23,9 @@ from precast.ir.weights.quantised import expect
 
 ANY_FLOAT: tuple[StoredDtype, ...] = ("float64", "float32", "float16", "bfloat16", "F8_E8M0")
 """The stored dtypes that a `Read` without a dtype accepts."""
+BYTES: tuple[StoredDtype, ...] = ("uint8", "int8", "F8_E8M0")
+"""Those that a `Read` of uint8 accepts: their bytes are what is read. Values of four bits, two in a byte, are stored as
+int8 by some, and exponents as float8_e8m0fnu."""
 
 _PARTS = quantised.PARTS
 """The fields that hold a recipe, in the order in which what they make is handed on."""
@@ -471,7 +474,10 @@ def require(
     for param in graph.params:
         if isinstance(param.recipe, schema.Scale):
             found[param.recipe.tensors[0]] = scale_tensor(param.recipe, files.tensors, rules)
-    return {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
+    made = {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
+    reads = (read for param in graph.params for read in each_leaf(param.recipe))
+    as_bytes = {read.tensor for read in reads if read.dtype == "uint8"}
+    return made | {name: msgspec.structs.replace(made[name], dtype="uint8") for name in as_bytes}
 
 
 def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
@@ -486,8 +492,9 @@ def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
 def _mismatches(read: schema.Read, name: str, stored: StoredTensor) -> Iterator[Problem]:
     if stored.shape != read.shape:
         yield Problem("shape", name, f"expected {_text(read.shape)}, found {_text(stored.shape)}")
-    if stored.dtype not in (ANY_FLOAT if read.dtype is None else (read.dtype,)):
-        yield Problem("dtype", name, f"expected {read.dtype or ' or '.join(ANY_FLOAT)}, found {stored.dtype}")
+    taken = ANY_FLOAT if read.dtype is None else BYTES if read.dtype == "uint8" else (read.dtype,)
+    if stored.dtype not in taken:
+        yield Problem("dtype", name, f"expected {' or '.join(taken)}, found {stored.dtype}")
 
 
 def _equal(files: CheckpointFiles, one: StoredTensor, other: StoredTensor) -> bool:

@@ -14,6 +14,8 @@ from precast.kernels.spec import ELEMENTWISE, OpSpec
 def embedding(ids: torch.Tensor, weight: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
     """The rows of `weight` [V, D] that `ids` [...] (int64 or int32) name, times `scale`; [..., D] in weight's dtype.
 
+    Rows may be of int64, which are taken as they are: the experts of a token, in layers that route by it.
+
     An id outside of `0..V-1` raises IndexError on a CPU and stops the program on a GPU.
     """
     rows = torch.nn.functional.embedding(ids, weight)
@@ -27,7 +29,7 @@ EMBEDDING = OpSpec(
     name="precast.embedding",
     axes={"ids": "...", "weight": "V D"},
     results={"y": "... D"},
-    dtypes={"ids": (torch.int64, torch.int32), "weight": FLOAT},
+    dtypes={"ids": (torch.int64, torch.int32), "weight": (*FLOAT, torch.int64)},
     reference=embedding,
     tolerances=ELEMENTWISE,
 )

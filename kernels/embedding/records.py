@@ -18,7 +18,8 @@ def _embedding(use: Use) -> Expr:
 
 def _has_one_row_of_ids(use: Use) -> bool:
     shape = use.shape("ids")
-    return bool(shape) and all(size == 1 for size in shape[:-1]) and bool(use.number("weight", -1))
+    is_table = use.operands["weight"].type.dtype != "int64"
+    return is_table and bool(shape) and all(size == 1 for size in shape[:-1]) and bool(use.number("weight", -1))
 
 
 def _sharded_embedding(use: Use) -> Expr:
@@ -30,12 +31,12 @@ def _sharded_embedding(use: Use) -> Expr:
 RECORDS = (
     in_triton(
         "precast.embedding", launches.embedding, ("weight",),
-        Condition("one row of ids, and a weight of known width", _has_one_row_of_ids),
+        Condition("one row of ids, and a weight of floats of known width", _has_one_row_of_ids),
     ),
     reference("precast.embedding", "embedding.embedding", _embedding),
     in_triton(
         "precast.sharded_embedding", part_launches.sharded_embedding, ("weight",),
-        Condition("one row of ids, and a weight of known width", _has_one_row_of_ids),
+        Condition("one row of ids, and a weight of floats of known width", _has_one_row_of_ids),
     ),
     reference("precast.sharded_embedding", "embedding.sharded_embedding", _sharded_embedding),
 )  # fmt: skip

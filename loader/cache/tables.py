@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import numpy as np
 
-from precast.ir.graph.schema import CachePlan, IndexSpec, LatentSpec, PagedSpec, StateGroup
+from precast.ir.graph.schema import CachePlan, EntrySpec, IndexSpec, LatentSpec, PagedSpec, StateGroup
 from precast.ir.memory import caches
 from precast.loader.cache.arena import Arena
 from precast.loader.cache.pages import PagePool
@@ -220,14 +220,14 @@ class PageTables:
         return found
 
 
-def forgets(spec: PagedSpec | LatentSpec | IndexSpec) -> bool:
+def forgets(spec: PagedSpec | LatentSpec | IndexSpec | EntrySpec) -> bool:
     """Whether tokens become invisible."""
     if isinstance(spec, IndexSpec):
         return False
     return spec.window is not None or (isinstance(spec, PagedSpec) and spec.chunk is not None)
 
 
-def unseen_from(spec: PagedSpec | LatentSpec | IndexSpec, end: Positions) -> Positions:
+def unseen_from(spec: PagedSpec | LatentSpec | IndexSpec | EntrySpec, end: Positions) -> Positions:
     """The first position whose token sees none of the tokens before `end`, where `forgets`; of an array, for each."""
     assert not isinstance(spec, IndexSpec)
     if spec.window is not None:

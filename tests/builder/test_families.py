@@ -33,6 +33,12 @@ TURNED_PAIRS = {"aten.expand.default", "aten.neg.default", "aten.unsqueeze.defau
 BESIDE = {
     "dbrx": {"aten.abs.default", "aten.clamp.default", "aten.sum.dim_IntList", "aten.to.dtype"},
     "deepseek_v32": {"aten.squeeze.dim", "aten.to.dtype", "aten.unsqueeze.default"},
+    # hyper-connections, whose weights are a few iterations of their own; rotated pairs; a table of experts by token
+    "deepseek_v4": TABLES | TURNED_PAIRS | NORM | {"aten.rsqrt.default"} | {
+        "aten.clamp.default", "aten.gather.default", "aten.matmul.default", "aten.select.int", "aten.sigmoid.default",
+        "aten.silu.default", "aten.softmax.int", "aten.softplus.default", "aten.sqrt.default", "aten.sub.Tensor",
+        "aten.sum.dim_IntList",
+    },
     "falcon_h1": STATES,
     "gemma3n_text": NORM | {
         "aten.clamp.default", "aten.expand.default", "aten.ge.Scalar", "aten.logical_not.default", "aten.lt.Scalar",

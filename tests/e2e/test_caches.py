@@ -1,7 +1,7 @@
 """Greedy tokens are those of transformers while sequences are evicted, preempted, resumed, chunked, and share prefixes.
 
-Models with windows, two head sizes, shared keys and values, sinks, latents, selected latents, selected blocks, states
-beside pages, states alone.
+Models with windows, two head sizes, shared keys and values, sinks, latents, selected latents, selected blocks, windows
+beside entries that blocks are compressed to, states beside pages, states alone.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MODEL_TYPES = {
     "deepseek_v32": False,
     "glm_moe_dsa": False,
     "minimax_m3_vl_text": False,
+    "deepseek_v4": True,
     "mamba2": False,
     "falcon_h1": False,
     "lfm2": False,

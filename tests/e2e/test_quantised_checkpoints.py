@@ -40,6 +40,7 @@ import precast
 from precast.check.shards import prove, prove_with_random_weights, unsharded
 from precast.ir.artifact import Bundle
 from precast.ir.errors import WeightsError
+from precast.ir.graph.schema import Const, Node
 from precast.ir.graph.world import unsharded as on_one_rank
 from precast.ir.weights import recipes
 from precast.ir.weights.tensorfile import element_bytes
@@ -182,6 +183,30 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
         return Made(checkpoints, bundle)
 
     return make
+
+
+def test_experts_of_four_bits_beside_fp8_in_blocks(tmp_path: Path) -> None:
+    """DeepSeek-V4, whose checkpoints call scales `<layer>.scale`."""
+
+    def quantise(name: str, weight: torch.Tensor) -> quantised.Stored:
+        if ".ffn.experts." in name:
+            return quantised.fp4_e8m0(name, weight)
+        made, dense = quantised.float8_e8m0(name, weight, (16, 16))
+        return {name: made[name], name.removesuffix("weight") + "scale": made[name + "_scale_inv"]}, dense
+
+    which = r".*\.layers\..*(attn\.w\w+|indexer\.wq_b|experts\..*)\.weight"
+    case = Case("deepseek_v4", UE8M0 | {"weight_block_size": [16, 16], "expert_dtype": "fp4"}, quantise, which=which)
+    plain, stored = write(case, tmp_path)
+    bundle = precast.build(stored, tmp_path / "kept", dtype="float32", activations="none")
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+
+    found = logits(bundle, stored)
+
+    assert relative_error(found, hf_logits(model, [PROMPT])[0]) < 1e-5
+    nodes = [node for block in bundle.graph.blocks for node in block.nodes] + list(bundle.graph.main)
+    kept = [node for node in nodes if isinstance(node, Node) and node.op == "precast.quantised_experts"]
+    assert kept
+    assert {node.args["format"] for node in kept} == {Const("mxfp4")}
 
 
 @pytest.mark.parametrize("case", CASES)

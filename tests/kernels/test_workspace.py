@@ -218,6 +218,52 @@ def _scored_pages(sequences: Sequences, dtype: torch.dtype) -> Sample:
     return {**made, "cache": _normal(dtype, len(pages["page_indices"]), 16, 128)}
 
 
+def _matrices(sequences: Sequences, dtype: torch.dtype) -> Sample:
+    return {"x": torch.rand(1, _tokens(sequences), 256).to(dtype) + 1, "size": 16, "iterations": 3, "eps": 1e-6}
+
+
+def _entries(sequences: Sequences, dtype: torch.dtype, rate: int = 4) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "q": _normal(dtype, 1, count, 8, 128), "entries": _normal(dtype, 1, count, 128), "selected": None,
+        "cu_seqlens": _bounds(sequences)["cu_seqlens"], "scale": 0.1, "rate": rate,
+    }  # fmt: skip
+
+
+def _entry_pages(sequences: Sequences, dtype: torch.dtype, rate: int = 4, **more: Any) -> Sample:
+    pages = _pages(sequences)
+    made = {**_entries(sequences, dtype, rate), **pages, **more}
+    del made["entries"]
+    return {**made, "cache": _normal(dtype, len(pages["page_indices"]), 16 // rate, 128)}
+
+
+def _named(make: Callable[..., Sample], sequences: Sequences, dtype: torch.dtype) -> Sample:
+    least = min(context for _, context in sequences) // 4
+    return {**make(sequences, dtype), "selected": torch.randint(-1, least, (1, _tokens(sequences), 64)).int()}
+
+
+def _scored_entries(make: Callable[..., Sample], sequences: Sequences, dtype: torch.dtype) -> Sample:
+    made = make(sequences, dtype)
+    del made["selected"]
+    return {**made, "weights": torch.rand(made["q"].shape[:3]), "count": 64}
+
+
+def _written_entries(sequences: Sequences, dtype: torch.dtype, kv: torch.dtype | None = None) -> Sample:
+    count = _tokens(sequences)
+    return {
+        "entries": _normal(dtype, 1, count, 128), "cache": _normal(kv or dtype, 100, 4, 128),
+        "slot_mapping": torch.arange(count), "rate": 4,
+    }  # fmt: skip
+
+
+def _blocks(sequences: Sequences, dtype: torch.dtype, rate: int, overlaps: bool) -> Sample:
+    count, series = _tokens(sequences), 2 if overlaps else 1
+    return {
+        "kv": _normal(dtype, 1, count, 128 * series), "gate": _normal(dtype, 1, count, 128 * series),
+        "bias": _normal(dtype, rate * series, 128), **_states(sequences, dtype, 2, rate * series, 128 * series),
+    }  # fmt: skip
+
+
 def _selected(make: Callable[..., Sample], sequences: Sequences, dtype: torch.dtype) -> Sample:
     least = min(context for _, context in sequences)
     selected = torch.randint(0, least, (1, _tokens(sequences), 64), dtype=torch.int32)
@@ -366,6 +412,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
         f"{name}, without a cache": (name, _without_states, {"make": make}, tolerance)
         for name, make, tolerance in (
             ("causal_conv", _conv, 1.25),
+            ("compress", partial(_blocks, rate=4, overlaps=True), 2.5),
             ("state_space_scan", _state_space, 1.1),
             ("selective_scan", _selective, 1.3),
             ("linear_attention", _linear_attention, 1.15),
@@ -380,6 +427,16 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "index keys, 8 bits": ("write_index_keys", _index_keys, FLOAT8, 1.25),
     "select keys": ("paged_select_keys", _scored_pages, {}, 2.0),
     "select keys, without a cache": ("select_keys", _scored, {}, 2.5),
+    "write entries": ("write_entries", _written_entries, {}, 2.0),
+    "write entries, 8 bits": ("write_entries", _written_entries, FLOAT8, 2.0),
+    "entries": ("paged_entry_attention", _entry_pages, {}, 2.5),
+    "entries of a window": ("paged_entry_attention", _entry_pages, {"rate": 1, "window": 40}, 2.5),
+    "selected entries": ("paged_entry_attention", partial(_named, _entry_pages), {}, 2.5),
+    "entries, without a cache": ("entry_attention", _entries, {}, 2.5),
+    "select entries": ("paged_select_entries", partial(_scored_entries, _entry_pages), {}, 2.5),
+    "select entries, without a cache": ("select_entries", partial(_scored_entries, _entries), {}, 2.5),
+    "compress": ("stateful_compress", _blocks, {"rate": 16, "overlaps": False}, 2.5),
+    "compress, overlapping": ("stateful_compress", _blocks, {"rate": 4, "overlaps": True}, 2.5),
     "sparse attention": ("paged_sparse_latent_attention", partial(_selected, _latent_attention), {}, 2.0),
     "sparse attention, without a cache": ("sparse_latent_attention", partial(_selected, _latents), {}, 3.5),
     "select blocks": ("paged_select_blocks", _scored_blocks_in_pages, {}, 2.5),
@@ -415,6 +472,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
             ("awq", quantised.awq),
         )
     },
+    "sinkhorn": ("sinkhorn", _matrices, {}, 3.0),
     "embedding": ("embedding", _embedded, {}, 1.05),
     "sharded embedding": ("sharded_embedding", _embedded, {"start": 20}, 1.25),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),

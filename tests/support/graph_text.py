@@ -27,6 +27,7 @@ from precast.ir.graph.schema import (
     Dtype,
     DtypeArg,
     Each,
+    EntrySpec,
     Expr,
     ExprOp,
     Graph,
@@ -460,11 +461,12 @@ def _item(cursor: Cursor) -> Ref | Const | Dim:
     return Dim(_expr(cursor))
 
 
-def _spec(cursor: Cursor) -> PagedSpec | LatentSpec | IndexSpec:
-    kinds: dict[str, Callable[[], PagedSpec | LatentSpec | IndexSpec]] = {
+def _spec(cursor: Cursor) -> PagedSpec | LatentSpec | IndexSpec | EntrySpec:
+    kinds: dict[str, Callable[[], PagedSpec | LatentSpec | IndexSpec | EntrySpec]] = {
         "paged": lambda: _paged(cursor),
         "latent": lambda: _latent(cursor),
         "index": lambda: _index(cursor),
+        "entries": lambda: _entries(cursor),
     }
     return cursor.inside("(", kinds[cursor.expect(*kinds, "state", "conv").text], ")")
 
@@ -504,6 +506,15 @@ def _index(cursor: Cursor) -> IndexSpec:
     dtype = _dtype(cursor)
     cursor.key("page_size")
     return IndexSpec(key_size, dtype, cursor.int())
+
+
+def _entries(cursor: Cursor) -> EntrySpec:
+    cursor.key("entry_size", first=True)
+    entry_size = cursor.int()
+    cursor.key("rate")
+    rate = cursor.int()
+    dtype, page_size, window = _pages(cursor)
+    return EntrySpec(entry_size, dtype, page_size, rate, window)
 
 
 def _pages(cursor: Cursor) -> tuple[Dtype, int, int | None]:

@@ -58,6 +58,17 @@ BLOCKS: Args = {"selected": t("int32", 1, "T", 2, 5), "block_size": 3}
 BLOCKS_PACKED: Args = {name: x for name, x in PACKED.items() if name not in ("sinks", "window")} | BLOCKS
 BLOCKS_PAGES: Args = {name: x for name, x in PAGED.items() if name not in ("sinks", "window")} | BLOCKS
 WRITE_INDEX: Args = {"k": f32(1, "T", 6), "cache": f32("P", 4, 6), "slot_mapping": t("int64", "T")}
+ENTRY_HEADS: Args = {"q": f32(1, "T", 3, 6), "scale": 0.5, "rate": 4}
+ENTRIES: Args = {**ENTRY_HEADS, "entries": f32(1, "T", 6), "cu_seqlens": t("int32", B1)}
+ENTRY_PAGES: Args = {
+    **ENTRY_HEADS, "cache": f32("P", 2, 6), **{name: LATENT_PAGES[name] for name in (
+        "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")},
+}  # fmt: skip
+WRITE_ENTRIES: Args = {
+    "entries": f32(1, "T", 6), "cache": f32("P", 2, 6), "slot_mapping": t("int64", "T"), "rate": 4,
+}  # fmt: skip
+NAMED_ENTRIES: Args = {"selected": t("int32", 1, "T", 5)}
+ENTRY_CHOICE: Args = {"weights": f32(1, "T", 3), "count": 5}
 SELECTED: Args = {"selected": t("int32", 1, "T", 5), "sinks": None}
 FUSED: Args = {
     "x0": f32(1, "T", 8), "x1": f32(8), "steps": parse_steps(
@@ -116,6 +127,12 @@ STATES: list[tuple[str, Args, TensorType, TensorType]] = [
         "causal_conv",
         {"x": f32(1, "T", 6), "weight": f32(6, 4), "bias": f32(6), "activation": "silu"},
         f32("P", 6, 3),
+        f32(1, "T", 6),
+    ),
+    (
+        "compress",
+        {"kv": f32(1, "T", 12), "gate": f32(1, "T", 12), "bias": f32(8, 6)},
+        f32("P", 2, 8, 12),
         f32(1, "T", 6),
     ),
     ("selective_scan", SCAN_CHANNELS, f32("P", 6, 5), f32(1, "T", 6)),
@@ -178,6 +195,7 @@ TWO_NORMS: Args = {**STREAM, "inner_weight": f32(8)}
 
 OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
+    ("embedding", {"ids": t("int64", "T"), "weight": t("int64", 99, 8)}, (t("int64", "T", 8),)),
     ("sharded_embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8), "start": 99}, (f32(1, "T", 8),)),
     ("rms_norm", NORM, (f32(1, "T", 8),)),
     ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
@@ -252,6 +270,14 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("select_keys", SELECT, (t("int32", 1, "T", 5),)),
     ("paged_select_keys", {**SELECT_PAGES, "cache": t("float8_e4m3fn", "P", 4, 6)}, (t("int32", 1, "T", 5),)),
     ("paged_select_keys", SELECT_PAGES, (t("int32", 1, "T", 5),)),
+    ("write_entries", {**WRITE_ENTRIES, "cache": t("float8_e4m3fn", "P", 2, 6)}, ()),
+    ("write_entries", WRITE_ENTRIES, ()),
+    ("entry_attention", {**ENTRIES, **NAMED_ENTRIES}, (f32(1, "T", 3, 6), f32(1, "T", 3))),
+    ("entry_attention", {**ENTRIES, "rate": 1, "window": 3}, (f32(1, "T", 3, 6), f32(1, "T", 3))),
+    ("paged_entry_attention", {**ENTRY_PAGES, **NAMED_ENTRIES}, (f32(1, "T", 3, 6), f32(1, "T", 3))),
+    ("paged_entry_attention", {**ENTRY_PAGES, "rate": 1, "window": 3}, (f32(1, "T", 3, 6), f32(1, "T", 3))),
+    ("select_entries", {**ENTRIES, **ENTRY_CHOICE}, (t("int32", 1, "T", 5),)),
+    ("paged_select_entries", {**ENTRY_PAGES, **ENTRY_CHOICE}, (t("int32", 1, "T", 5),)),
     ("sparse_latent_attention", {**LATENT, **LATENT_HEADS, **SELECTED}, (f32(1, "T", 4, 8),)),
     (
         "paged_sparse_latent_attention",
@@ -271,6 +297,7 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("paged_block_sparse_attention", {**BLOCKS_PAGES, "selected": t("int32", 1, "T", 4, 5)}, (Q,)),
     ("paged_block_sparse_attention", {**BLOCKS_PAGES, "k_cache": PAGES8, "v_cache": PAGES8, **SCALES}, (Q,)),
     ("paged_block_sparse_attention", BLOCKS_PAGES, (Q,)),
+    ("sinkhorn", {"x": f32(1, "T", 9), "size": 3, "iterations": 20, "eps": 1e-6}, (f32(1, "T", 9),)),
     ("gather_rows", {"x": f32(1, "T", 8), "rows": t("int64", "R")}, (f32(1, "R", 8),)),
     ("sample", SAMPLE, (t("int64", "B"),)),
     ("all_reduce", {"x": f32(1, "T", 8), "group": "tp"}, (f32(1, "T", 8),)),

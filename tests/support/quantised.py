@@ -172,6 +172,16 @@ def float8(name: str, weight: torch.Tensor, block: tuple[int, int] | None, suffi
     return {name: values, name + suffix: scales.reshape(tuple(scale))}, _fp8(values.float(), scales, block)
 
 
+def fp4_e8m0(name: str, weight: torch.Tensor) -> Stored:
+    """DeepSeek-V4's experts: two values of four bits in an int8, and a power of two for 32 of a row."""
+    rows, columns = weight.shape
+    values = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
+    exponents = torch.randint(118, 124, (rows, columns // 32)).to(torch.uint8)
+    dense = _mxfp4(values.reshape(rows, columns // 32, 16), exponents)
+    scale = name.removesuffix("weight") + "scale"
+    return {name: values.view(torch.int8), scale: exponents.view(torch.float8_e8m0fnu)}, dense
+
+
 def float8_e8m0(name: str, weight: torch.Tensor, block: tuple[int, int]) -> Stored:
     """Float8 values, and for each block a power of two from 2^-8 to 2^-5."""
     rows, columns = weight.shape[-2:]

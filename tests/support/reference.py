@@ -43,6 +43,8 @@ def hf_greedy(model: Any, prompt: Sequence[int], count: int, *, use_cache: bool 
 def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The param that a recipe makes of these checkpoint tensors, at tp = 1."""
     match recipe:
+        case Read(tensor=name, dtype="uint8"):
+            return tensors[name].view(torch.uint8)
         case Read(tensor=name):
             return tensors[name]
         case Cast(of=of, dtype=dtype):

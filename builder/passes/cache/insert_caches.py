@@ -46,7 +46,7 @@ class MetadataInputs:
         return self.inputs[name]
 
 
-Spec = ir.PagedSpec | ir.LatentSpec | ir.IndexSpec
+Spec = ir.PagedSpec | ir.LatentSpec | ir.IndexSpec | ir.EntrySpec
 
 DEFAULT_PAGE_SIZE = 16
 """Tokens a page until `plan_pages` chooses."""
@@ -68,6 +68,8 @@ class _Form(NamedTuple):
     read: str
     kept: tuple[int, ...]
     tensors: tuple[str, ...]
+    written_with: tuple[str, ...] = ()
+    """The keyword arguments that what writes takes, too."""
 
     @property
     def is_index(self) -> bool:
@@ -82,6 +84,8 @@ _FORMS = {
     "select_keys": _Form("write_index_keys", "paged_select_keys", (1,), ("index",)),
     "block_sparse_attention": _Form("write_kv", "paged_block_sparse_attention", (1, 2), ("k", "v")),
     "select_blocks": _Form("write_index_keys", "paged_select_blocks", (1,), ("index",)),
+    "entry_attention": _Form("write_entries", "paged_entry_attention", (1,), ("entries",), ("rate",)),
+    "select_entries": _Form("write_entries", "paged_select_entries", (1,), ("index",), ("rate",)),
 }
 """By the op. All take queries first, `cu_seqlens` last; what reads has the cache's tensors for those that are kept."""
 
@@ -163,6 +167,10 @@ def _spec(node: FxNode, form: _Form, ctx: PassContext) -> Spec:
     # Without scales of their own, latents and what they are selected by are rounded only for who asks for it.
     dtype = own if ctx.options.kv_from_config and form.tensors != ("k", "v") else ctx.options.kv_dtype or own
     page_size, window = ctx.options.page_size or DEFAULT_PAGE_SIZE, node.kwargs.get("window")
+    rate = node.kwargs.get("rate")
+    if rate is not None:
+        whole = caches.whole_blocks(page_size, rate)
+        return ir.EntrySpec(int(first.shape[2]), dtype, whole, rate, window)
     if form.is_index:
         return ir.IndexSpec(int(first.shape[2]), dtype, page_size)
     second = tensor(node.args[2])
@@ -181,15 +189,21 @@ def _group_name(spec: Spec, specs: dict[Spec, list[FxNode]]) -> str:
         return f"{name}_{spec.key_size}"
     if isinstance(spec, ir.LatentSpec):
         return f"{name}_{spec.latent_size}x{spec.rope_size}"
+    if isinstance(spec, ir.EntrySpec):
+        return f"{name}_{spec.entry_size}"
     return f"{name}_{spec.num_kv_heads}x{spec.head_size}x{spec.value_size}"
 
 
 def _short_name(spec: Spec) -> str:
     if isinstance(spec, ir.IndexSpec):
         return "index"
+    if isinstance(spec, ir.EntrySpec) and spec.rate > 1:
+        return f"entries{spec.rate}"
     reach = "full" if spec.window is None else f"window{spec.window}"
     if isinstance(spec, ir.PagedSpec) and spec.chunk is not None:
         reach = f"chunk{spec.chunk}"
+    if isinstance(spec, ir.EntrySpec):
+        return f"entries_{reach}"
     return reach if isinstance(spec, ir.PagedSpec) else f"latent_{reach}"
 
 
@@ -225,8 +239,9 @@ def _write(
     """Writes what `node` keeps; the cache tensors that it is written into."""
     places = tuple(ctx.new_cache(kv_lens, value, pages) for value in values)
     kept = (node.args[place] for place in form.kept)
+    given = {name: node.kwargs[name] for name in form.written_with} | scales
     with ctx.before(node):
-        ctx.call(getattr(torch.ops.precast, form.write).default, *kept, *places, metadata["slot_mapping"], **scales)
+        ctx.call(getattr(torch.ops.precast, form.write).default, *kept, *places, metadata["slot_mapping"], **given)
     return places
 
 

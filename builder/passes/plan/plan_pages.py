@@ -6,7 +6,7 @@ import msgspec
 
 from precast.builder.graph.context import FxGraph, PassContext, tensor
 from precast.builder.passes.graph_pass import graph_pass
-from precast.ir.graph.schema import CachePlan, Group, Slot, Value
+from precast.ir.graph.schema import CachePlan, EntrySpec, Group, Slot, Value
 from precast.ir.memory import caches
 
 PAGE_SIZES = (64, 32, 16, 8)
@@ -48,9 +48,16 @@ def choose_page_sizes(plan: CachePlan) -> CachePlan:
     counters = {pool.name: pool.pages for pool in plan.pools}
     groups = []
     for group in plan.groups:
-        fitting = (size for size in PAGE_SIZES if _unfilled_bytes(group, size) <= MAX_UNFILLED * total)
-        groups.append(_with_page_size(group, next(fitting, PAGE_SIZES[-1]), counters[group.pool]))
+        sizes = _page_sizes(group)
+        fitting = (size for size in sizes if _unfilled_bytes(group, size) <= MAX_UNFILLED * total)
+        groups.append(_with_page_size(group, next(fitting, sizes[-1]), counters[group.pool]))
     return msgspec.structs.replace(plan, groups=tuple(groups))
+
+
+def _page_sizes(group: Group) -> tuple[int, ...]:
+    """Tokens a page that are tried, large ones first: whole blocks, where the group keeps entries of some."""
+    rate = group.spec.rate if isinstance(group.spec, EntrySpec) else 1
+    return tuple(dict.fromkeys(caches.whole_blocks(size, rate) for size in PAGE_SIZES))
 
 
 def with_small_slabs(plan: CachePlan) -> CachePlan:
@@ -75,12 +82,13 @@ def with_small_slabs(plan: CachePlan) -> CachePlan:
 
 def _with_smaller_page(plan: CachePlan) -> CachePlan | None:
     """The plan with half as many tokens in its largest page; None: no page can be smaller."""
-    shrinkable = [group for group in plan.groups if group.spec.page_size > PAGE_SIZES[-1]]
+    shrinkable = [group for group in plan.groups if group.spec.page_size > _page_sizes(group)[-1]]
     if not shrinkable:
         return None
     largest = max(shrinkable, key=caches.page_bytes)
     (pages,) = (pool.pages for pool in plan.pools if pool.name == largest.pool)
-    halved = _with_page_size(largest, largest.spec.page_size // 2, pages)
+    smaller = next(size for size in _page_sizes(largest) if size < largest.spec.page_size)
+    halved = _with_page_size(largest, smaller, pages)
     return msgspec.structs.replace(plan, groups=tuple(halved if g is largest else g for g in plan.groups))
 
 

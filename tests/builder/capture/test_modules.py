@@ -35,6 +35,7 @@ PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 1
 MULTIPLIERS = [0.5, 1.5, 0.25, 2.0, 0.75]
 
 INKLING = {"rel_extent": 5, "sliding_window_size": 4, "log_scaling_n_floor": 3}
+WINDOWS = ["sliding_attention"] * 6
 MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     # type, what differs from its small default config, the ops that it must come to
     ("minimax", {"block_size": 4}, {"precast.linear_attention", "precast.attention"}),
@@ -55,6 +56,9 @@ MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("qwen4_exp_text", {}, {"precast.attention", "precast.delta_rule", "precast.experts"}),
     ("inkling_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.experts", "precast.route"}),
     ("inkling2_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.grouped_linear"}),
+    ("deepseek_v4", {"layer_types": WINDOWS, "mlp_layer_types": ["moe"] * 6}, {"precast.entry_attention"}),
+    ("deepseek_v4", {}, {"precast.entry_attention", "precast.compress", "precast.select_entries", "precast.experts"}),
+    ("deepseek_v4", {"index_topk": 16}, {"precast.entry_attention", "precast.compress"}),
     ("jetmoe", {}, {"precast.experts", "precast.grouped_linear", "precast.route", "precast.attention"}),
 ]
 
@@ -113,6 +117,32 @@ def test_graphs_compute_what_transformers_computes(name: str, differs: dict[str,
     assert ops <= op_counts(found.graph).keys()
     # weights of experts are read as they are used
     assert all(found.ctx.is_param(weight) for weight in expert_weights(found))
+
+
+def test_a_table_says_which_experts_a_token_has() -> None:
+    config = small("deepseek_v4", layer_types=WINDOWS)
+    model = random_model(config)
+    tables = [buffer for name, buffer in model.named_buffers() if name.endswith("tid2eid")]
+    for table in tables:
+        table.random_(0, config.n_routed_experts, generator=torch.Generator().manual_seed(3))
+    state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
+    expected = torch.cat(hf_logits(model, PROMPTS))
+
+    found = captured(config)
+
+    assert len(tables) == 2
+    assert relative_error(run(found, state), expected) < 1e-5
+
+
+def test_nothing_selects_where_no_sequence_has_more_entries_than_are_selected() -> None:
+    config = small("deepseek_v4")
+    rate = config.compress_rates["compressed_sparse_attention"]
+
+    selecting, all_seen = (
+        op_counts(captured(config, max_seq_len=length).graph).get("precast.select_entries", 0)
+        for length in ((config.index_topk + 1) * rate, (config.index_topk + 1) * rate - 1)
+    )
+    assert (selecting, all_seen) == (2, 0)
 
 
 @pytest.mark.parametrize("name", ["minimax", "recurrent_gemma", "rwkv", "xlstm"])

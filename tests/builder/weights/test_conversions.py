@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +70,8 @@ def save(model_type: str, directory: Path, **changes: Any) -> Saved:
     "model_type",
     [
         "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "jamba", "phimoe",
-        "granitemoe", "ernie4_5_moe", "kimi_linear", "olmo_hybrid", "hrm_text", "inkling2_text", "nemotron_h",
-        "zamba2", "gemma3", "qwen3_5_moe", "llama4_text", "longcat_flash", "jetmoe",
+        "granitemoe", "ernie4_5_moe", "kimi_linear", "olmo_hybrid", "hrm_text", "inkling2_text", "nemotron_h", "zamba2",
+        "gemma3", "qwen3_5_moe", "llama4_text", "longcat_flash", "jetmoe",
     ],
 )  # fmt: skip
 def test_params_are_what_was_saved(model_type: str, tmp_path: Path) -> None:
@@ -200,6 +201,34 @@ def test_names_are_the_publishers_and_those_of_transformers_are_read(is_publishe
     assert any(fnmatch(name, "language_model.model.layers.0.self_attn*") for name in read)
     for name, tensor in state.items():
         assert torch.equal(made.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_deepseek_v4_s_names(is_published: bool, tmp_path: Path) -> None:
+    """The hub's names have no prefix, and tell norms apart that transformers calls alike."""
+    config = shrink(AutoConfig.for_model("deepseek_v4"))
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    published = {_of_v4(name): tensor for name, tensor in written.items()}
+    if is_published:
+        save_file(published, tmp_path / "model.safetensors")
+    state = model.state_dict()
+    stored = ModelCheckpoint(make_module(config, "float32"))
+
+    recipes, rules = stored.recipes(state), stored.known_names(state)
+    made = load_weights(params_graph(recipes, state), rules, CheckpointFiles.open(tmp_path), device=open_device("cpu"))
+
+    assert {"embed.weight", "head.weight", "norm.weight", "hc_head_fn", "layers.0.ffn.experts.0.w1.weight",
+            "layers.0.attn.kv_norm.weight", "layers.2.attn.compressor.norm.weight", "layers.2.attn.indexer.wq_b.weight",
+            "layers.0.ffn.gate.tid2eid"} <= published.keys()  # fmt: skip
+    for name, tensor in state.items():
+        assert torch.equal(made.tensors[name], tensor), name
+
+
+def _of_v4(name: str) -> str:
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return re.sub(r"(layers\.\d+\.attn)\.norm\.", r"\1.kv_norm.", name)
 
 
 # --- experts without weights -------------------------------------------------------------------------------------

@@ -107,6 +107,47 @@ def test_fp8_in_blocks(tmp_path: Path, dtype: str) -> None:
     check(config, entries, quantise, tmp_path, dtype=dtype)
 
 
+KEPT_IN_V4 = ("compressor.wkv", "compressor.wgate", "weights_proj", "ffn.gate.", "embed_tokens", "head.", "norm.")
+"""What DeepSeek-V4's checkpoints hold in bfloat16, beside tensors that are no weights of layers."""
+
+
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
+def test_experts_of_four_bits_beside_fp8(expert_dtype: str, tmp_path: Path) -> None:
+    """DeepSeek-V4: scales stand beside the weights, as powers of two; the experts' are of 32 values each."""
+    config = shrink(AutoConfig.for_model("deepseek_v4", moe_intermediate_size=64, o_lora_rank=32))
+    config.moe_intermediate_size = 32
+    entries = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
+        "scale_fmt": "ue8m0", "expert_dtype": expert_dtype,
+    }  # fmt: skip
+    packed = set()
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not name.endswith(".weight") or any(part in name for part in KEPT_IN_V4):
+            return None
+        if expert_dtype == "fp4" and ".ffn.experts." in name:
+            packed.add(name)
+            return quantised.fp4_e8m0(name, tensor)
+        stored, dense = quantised.float8_e8m0(name, tensor, (32, 32))
+        return {name: stored[name], name.removesuffix("weight") + "scale": stored[name + "_scale_inv"]}, dense
+
+    check(config, entries, quantise, tmp_path)
+
+    assert bool(packed) == (expert_dtype == "fp4")
+
+
+@pytest.mark.parametrize("size", [48, 80])
+def test_experts_of_four_bits_have_whole_groups(size: int) -> None:
+    config = shrink(AutoConfig.for_model("deepseek_v4"))
+    config.moe_intermediate_size = size
+    checkpoint = ModelCheckpoint(
+        make_module(config, "float32"), {"quant_method": "fp8", "weight_block_size": [32, 32], "expert_dtype": "fp4"}
+    )
+
+    with pytest.raises(BuildError, match="expected rows in groups of 32"):
+        checkpoint.recipes(["model.layers.0.mlp.experts.down_proj"])
+
+
 @pytest.mark.parametrize(
     ("entries", "quantise"),
     [
@@ -517,7 +558,7 @@ def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, "dynamic = "),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
-        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),
+        ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),
         ({**compressed("group"), "format": "float-quantized"}, "config_groups.group_0.weights: num_bits = "),
         ({**compressed("channel", num_bits=4)}, "config_groups.group_0.weights: num_bits = "),

@@ -28,6 +28,7 @@ from precast.ir.graph.schema import (
     Dim,
     DtypeArg,
     Each,
+    EntrySpec,
     Graph,
     Group,
     IndexSpec,
@@ -269,6 +270,7 @@ SPECS = st.one_of(
     st.builds(PagedSpec, EXPRS, INTS, INTS, DTYPES, INTS, st.none() | INTS, st.none() | INTS),
     st.builds(LatentSpec, INTS, INTS, DTYPES, INTS, st.none() | INTS),
     st.builds(IndexSpec, INTS, DTYPES, INTS),
+    st.builds(EntrySpec, INTS, DTYPES, INTS, INTS, st.none() | INTS),
 )
 GROUPS = st.builds(
     Group,
@@ -424,7 +426,7 @@ REFUSED = [
         "group g(pool=main, spec=dense())",
         1,
         25,
-        "expected 'paged' or 'latent' or 'index' or 'state' or 'conv', found 'dense'",
+        "expected 'paged' or 'latent' or 'index' or 'entries' or 'state' or 'conv', found 'dense'",
     ),
     Bad("group g(pool=main, spec=state)", 1, 30, r"expected '\(', found '\)'"),
     Bad("group g(pool=main, spec=state(dtype=int8))", 1, 31, "expected 'shape', found 'dtype'"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from precast.ir.graph.schema import (
     Apply,
     CachePlan,
+    EntrySpec,
     Group,
     IndexSpec,
     LatentSpec,
@@ -82,12 +83,14 @@ def test_the_metadata_of_a_group(group: Group | StateGroup, names: tuple[str, ..
         ),
         (LatentSpec(16, 4, "bfloat16", 8), (TensorType("bfloat16", ("N", 8, 20)),)),
         (IndexSpec(12, "float8_e4m3fn", 8), (TensorType("float8_e4m3fn", ("N", 8, 12)),)),
+        (EntrySpec(12, "bfloat16", 8, 1, 5), (TensorType("bfloat16", ("N", 8, 12)),)),
+        (EntrySpec(12, "bfloat16", 24, 4), (TensorType("bfloat16", ("N", 6, 12)),)),
         (StateSpec("conv", (6, 3), "bfloat16"), (TensorType("bfloat16", ("N", 6, 3)),)),
         (StateSpec("state", (), "float32"), (TensorType("float32", ("N",)),)),
     ],
 )
 def test_the_tensors_of_a_slot(
-    spec: PagedSpec | LatentSpec | IndexSpec | StateSpec, types: tuple[TensorType, ...]
+    spec: PagedSpec | LatentSpec | IndexSpec | EntrySpec | StateSpec, types: tuple[TensorType, ...]
 ) -> None:
     assert caches.slot_types(spec, "N") == types
 
@@ -123,6 +126,18 @@ def test_the_first_token_that_a_position_sees(window: int | None, chunk: int | N
     spec = PagedSpec(2, 4, 4, "float16", 8, window, chunk)
 
     assert [caches.first_visible(spec, position) for position in (0, 1, 5, 6, 20)] == first
+
+
+def test_the_first_token_whose_entry_a_position_sees() -> None:
+    window, blocks = EntrySpec(8, "float32", 4, 1, 5), EntrySpec(8, "float32", 8, 4)
+
+    assert [caches.first_visible(window, position) for position in (0, 4, 5, 9)] == [0, 0, 1, 5]
+    assert [caches.first_visible(blocks, position) for position in (0, 4, 100)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("page_size", "rate", "whole"), [(8, 1, 8), (8, 4, 8), (8, 3, 9), (16, 128, 128)])
+def test_pages_hold_whole_blocks(page_size: int, rate: int, whole: int) -> None:
+    assert caches.whole_blocks(page_size, rate) == whole
 
 
 def test_the_first_latent_that_a_position_sees() -> None:

@@ -25,6 +25,7 @@ BOUNDS = {"cu_seqlens": i32(Apply("add", ("B", 1)))}
 METADATA = BOUNDS | {"slots": i32("B"), "kv_lens": i32("B")}
 SCAN = {"d": None, "dt_bias": f32(6), "softplus": True}
 TOKENS: dict[str, Args] = {
+    "compress": {"kv": f32(1, "T", 12), "gate": f32(1, "T", 12), "bias": f32(8, 6)},
     "causal_conv": {"x": f32(1, "T", 6), "weight": f32(6, 4), "bias": f32(6), "activation": "silu"},
     "selective_scan": {
         "x": f32(1, "T", 6), "dt": f32(1, "T", 6), "a": f32(6, 5), "b": f32(1, "T", 5), "c": f32(1, "T", 5), **SCAN,
@@ -44,6 +45,7 @@ TOKENS: dict[str, Args] = {
     "wkv": {"k": f32(1, "T", 6), "v": f32(1, "T", 6), "decay": f32(6), "first": f32(6)},
 }  # fmt: skip
 STATES = {
+    "compress": f32("P", 2, 8, 12),
     "causal_conv": f32("P", 6, 3),
     "selective_scan": f32("P", 6, 5),
     "state_space_scan": f32("P", 6, 4, 5),
@@ -54,6 +56,7 @@ STATES = {
 }
 HEADS = f32(1, "T", 6, 4)
 RESULTS = {
+    "compress": f32(1, "T", 6),
     "causal_conv": f32(1, "T", 6),
     "selective_scan": f32(1, "T", 6),
     "state_space_scan": HEADS,
@@ -80,7 +83,7 @@ def test_both_forms_give_a_row_for_each_token(op: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @each_op
 def test_results_are_of_the_tokens_type(op: str, dtype: Dtype) -> None:
-    leading = next(name for name in ("q", "x", "v") if name in TOKENS[op])
+    leading = next(name for name in ("q", "x", "v", "kv") if name in TOKENS[op])
     args = TOKENS[op] | BOUNDS | {leading: TensorType(dtype, TOKENS[op][leading].shape)}
 
     assert infer(op, args) == (TensorType(dtype, RESULTS[op].shape),)
@@ -105,6 +108,10 @@ def test_optional_arguments(op: str, change: Args) -> None:
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
+        ("compress", {"gate": f32(1, "T", 6)}, "gate: expected shape"),
+        ("compress", {"bias": f32(8, 5)}, "kv: expected as many channels as bias, or twice as many"),
+        ("compress", {"bias": f32(7, 6)}, "bias: expected blocks of at least 2 tokens, twice, found"),
+        ("compress", {"bias": f32(1, 12)}, "bias: expected blocks of at least 2 tokens, found"),
         ("causal_conv", {"x": f32(2, "T", 6)}, r"x's first dimension: expected shape \[1\]"),
         ("causal_conv", {"weight": f32(5, 4)}, r"weight: expected shape \[6, 4\]"),
         ("causal_conv", {"weight": f32(6, 0)}, "weight: expected at least one tap"),

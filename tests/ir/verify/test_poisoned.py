@@ -21,6 +21,7 @@ from precast.ir.graph.schema import (
     Dim,
     Dtype,
     DtypeArg,
+    EntrySpec,
     Graph,
     Group,
     IndexSpec,
@@ -79,14 +80,17 @@ def group_of(op: OpDef, args: Args) -> CachePlan:
     first, slots = held[0][1], (Slot("slot", tuple(Value(name, kind) for name, kind in held)),)
     pools, names = (Pool("pool", "P"),), PagedInputs("page_indices", "page_indptr", "page_start", "slot_mapping")
     if held[0][0] == "state":
-        kind = "conv" if "conv" in op.name else "state"
+        kind = "conv" if "conv" in op.name or "compress" in op.name else "state"
         states = StateGroup("group", "pool", StateSpec(kind, first.shape[1:], first.dtype), "slots", slots)
         return CachePlan(pools, states=(states,))
     size = first.shape[1]
     assert isinstance(size, int)
-    spec: IndexSpec | LatentSpec | PagedSpec
+    spec: EntrySpec | IndexSpec | LatentSpec | PagedSpec
     if op.name in ("precast.write_index_keys", "precast.paged_select_keys", "precast.paged_select_blocks"):
         spec = IndexSpec(first.shape[2], first.dtype, size)  # type: ignore[arg-type]
+    elif "rate" in args:
+        rate = args["rate"]
+        spec = EntrySpec(first.shape[2], first.dtype, size * rate, rate, args.get("window"))  # type: ignore[arg-type]
     elif len(held) == 1:
         latent = args["latent"].shape[2] if "latent" in args else args["weight"].shape[1]
         spec = LatentSpec(latent, first.shape[2] - latent, first.dtype, size)

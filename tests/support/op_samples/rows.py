@@ -14,6 +14,7 @@ def embedding(draw: Draw) -> Iterator[Sample]:
     yield {"ids": draw.integers(0, 11, 1, 7), "weight": draw.normal(11, 33), "scale": 33**0.5}
     yield {"ids": draw.integers(0, 5, 1, 1, dtype=torch.int32), "weight": draw.normal(5, 8)}
     yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "scale": 2.5}
+    yield {"ids": draw.integers(0, 5, 7), "weight": draw.integers(-9, 9, 5, 3)}
 
 
 def sharded_embedding(draw: Draw) -> Iterator[Sample]:
@@ -21,6 +22,14 @@ def sharded_embedding(draw: Draw) -> Iterator[Sample]:
     yield {"ids": draw.integers(0, 5, 1, 4, dtype=torch.int32), "weight": draw.normal(5, 8), "start": 0}
     yield {"ids": draw.integers(0, 5, 1, 3), "weight": draw.normal(2, 8), "start": 40}
     yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "start": 2, "scale": 2.5}
+
+
+def sinkhorn(draw: Draw) -> Iterator[Sample]:
+    yield {"x": draw.uniform(1, 7, 16, low=0.1), "size": 4, "iterations": 20, "eps": 1e-6}
+    yield {"x": draw.uniform(5, 9, low=0.1), "size": 3, "iterations": 1, "eps": 0.5}
+    yield {"x": draw.uniform(1, 3, 30, low=0.1)[..., 7:11], "size": 2, "iterations": 3, "eps": 1e-6}
+    yield {"x": draw.uniform(1, 0, 4, low=0.1), "size": 2, "iterations": 2, "eps": 1e-6}
+    yield {"x": draw.uniform(2, 3, 1, low=0.1), "size": 1, "iterations": 2, "eps": 1e-6}
 
 
 def gather_rows(draw: Draw) -> Iterator[Sample]:
@@ -51,6 +60,7 @@ def gated_linear(draw: Draw) -> Iterator[Sample]:
 SAMPLES = {
     ("precast.embedding", 1): embedding,
     ("precast.sharded_embedding", 1): sharded_embedding,
+    ("precast.sinkhorn", 1): sinkhorn,
     ("precast.gather_rows", 1): gather_rows,
     ("precast.gated_activation", 1): gated_activation,
     ("precast.gated_linear", 1): gated_linear,

@@ -38,6 +38,27 @@ def causal_conv(draw: Draw) -> Iterator[Sample]:
     }
 
 
+def compress(draw: Draw) -> Iterator[Sample]:
+    size = 5
+    for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
+        rate, series = ((2, 1), (3, 2), (7, 1), (4, 2))[i % 4]
+        end, width = bounds_of(sequences)[-1], rate * series
+        tokens, channels = end + padding, size * series
+        yield {
+            "kv": spoiled(draw.normal(1, tokens, channels), end),
+            "gate": spoiled(draw.normal(1, tokens, channels, scale=(1.0, 9.0)[i % 2]), end),
+            "bias": draw.normal(width, size, dtype=torch.float32 if i % 3 else None),
+            **state_sample(draw, sequences, nameless, (2, width, channels), draw.dtype),
+        }
+    fused = draw.normal(1, 6, 16)
+    yield {
+        "kv": fused[..., :8],
+        "gate": fused[..., 8:],
+        "bias": draw.normal(4, 4),
+        **state_sample(draw, ((5, 9), (1, 1)), (), (2, 4, 8), draw.dtype),
+    }
+
+
 def delta_rule(draw: Draw) -> Iterator[Sample]:
     size, value = 8, 5
     for i, (sequences, padding, nameless) in enumerate(sequence_samples()):
@@ -215,6 +236,7 @@ def wkv(draw: Draw) -> Iterator[Sample]:
 
 _STATEFUL = {
     "causal_conv": causal_conv,
+    "compress": compress,
     "delta_rule": delta_rule,
     "linear_attention": linear_attention,
     "linear_recurrence": linear_recurrence,

@@ -1,0 +1,1 @@
+"""Entries of attention, made of the tokens of a block."""
