@@ -28,7 +28,8 @@ _MXFP4_BLOCK = 32
 _ROW_TILES = {16: 1, 32: 1, 96: 2, 256: 4, None: 8}
 """Tiles that at least so many rows are; how many they are at most depends on the step."""
 INPUT_GROUP = 128
-"""Inputs that have a scale together in `fp8_group`, and that are summed at a time where groups of weights allow it."""
+"""Inputs that have a scale together in `fp8_group`, as kernels know it too, and that are summed at a time where groups
+of weights allow it."""
 LONGEST_ROUNDED = 32768
 """Inputs of a row of which one program finds the largest."""
 _ROUNDED_AT_ONCE = 1024

@@ -20,6 +20,9 @@ import triton.language as tl
 
 from precast.kernels.triton_chain import wait_for_previous
 
+_INPUT_GROUP = tl.constexpr(128)
+"""Inputs that have a scale together where the input has scales in `steps`: `INPUT_GROUP` of the launches."""
+
 
 @triton.jit
 def _on_float8s_grid(x):  # type: ignore[no-untyped-def]
@@ -274,8 +277,10 @@ def _sum_of_tile(  # type: ignore[no-untyped-def]
             points = _points(zeros_ptr, n, g, has_points, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
             inputs = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         if INPUT_SCALES == "steps":
-            count = tl.cdiv(num_words, BLOCK_K)
-            of_input = tl.load(row_scales_ptr + of_row * count + start // BLOCK_K, mask=is_row, other=0.0)
+            # of several steps, where these are as short as a group of the weight
+            count = tl.cdiv(num_words * VALUES, _INPUT_GROUP)
+            group_of_input = start * VALUES // _INPUT_GROUP
+            of_input = tl.load(row_scales_ptr + of_row * count + group_of_input, mask=is_row, other=0.0)
         if IS_EXACT:
             x = _input(x_ptr, of_row, i, has_input, num_words, 0, 1)
             if dtype == tl.int8:
@@ -369,7 +374,8 @@ def product_kernel(  # type: ignore[no-untyped-def]
     each value (`values`), with the sum of BLOCK_K words (`steps`), or at the end, if a row has one group (`end`).
     OFFSET and `zeros_ptr` are subtracted from values. `groups_ptr` has the group of each input (`listed`): if all that
     a program sums at a time are of one group, there is a scale for each sum, else for each value. INPUT_SCALES: the
-    input has none, one of each row, of all (`one`), or of as many inputs as BLOCK_K words have (`steps`).
+    input has none, one of each row, of all (`one`), or of each 128 inputs, of which BLOCK_K words have all or a part
+    (`steps`).
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -34,6 +34,8 @@ FORMATS: dict[str, Callable[[Draw], tuple[int, Sample]]] = {
     # name: inputs and the weight
     "fp8 in blocks": lambda draw: (300, quantised.fp8(draw, 70, 300, (128, 128))),
     "fp8 in whole blocks": lambda draw: (512, quantised.fp8(draw, 256, 512, (128, 128))),
+    "fp8 in blocks of a head": lambda draw: (320, quantised.fp8(draw, 70, 320, (128, 64))),
+    "fp8 in blocks of a head, odd": lambda draw: (301, quantised.fp8(draw, 70, 301, (128, 64))),
     "fp8 in odd blocks": lambda draw: (45, quantised.fp8(draw, 37, 45, (4, 9))),
     "fp8 in short blocks": lambda draw: (96, quantised.fp8(draw, 33, 96, (1, 32))),
     "fp8 of rows": lambda draw: (77, quantised.fp8(draw, 33, 77, (1, 77))),
@@ -107,11 +109,14 @@ def test_rows(rows: int, format: str, dtype: torch.dtype, same: Callable[..., No
     ("format", "activation"),
     [
         (format, activation)
-        for format in ("fp8 in blocks", "fp8 in whole blocks", "fp8 in odd blocks", "int8 of rows", "packed4", "awq")
+        for format in (
+            "fp8 in blocks", "fp8 in whole blocks", "fp8 in blocks of a head", "fp8 in blocks of a head, odd",
+            "fp8 in odd blocks", "int8 of rows", "packed4", "awq",
+        )
         for activation in QUANTISED_INPUTS[1:]
         if (format, activation) != ("awq", "fp8_group")
     ],
-)
+)  # fmt: skip
 @each_dtype
 def test_rounded_inputs(activation: str, format: str, dtype: torch.dtype, same: Callable[..., None]) -> None:
     draw = Draw(dtype, DEVICE)
