@@ -230,16 +230,20 @@ def do_job(
                     uploads.append((address, pinned + used, length))
                 used += length
     num_bytes = read_ranges(source, ranges)
-    if seen or job.copies:
-        from precast.loader.driver import on_host
-    for target, place, length in seen:
-        on_host.check_bytes(checked, target, view[place : place + length])
+    if seen:
+        from precast.loader.driver.on_host import check_bytes
+
+        for target, place, length in seen:
+            check_bytes(checked, target, view[place : place + length])
     for address, here, length in uploads:
         library.call("cuMemcpyAsync", address, here, length, stream)
     if large:
         library.call("cuStreamSynchronize", stream)  # its memory is gone afterwards
-    for copy in job.copies:
-        on_host.put_copy(copy, staged, made)
+    if job.copies:
+        from precast.loader.driver.on_host import put_copy
+
+        for copy in job.copies:
+            put_copy(copy, staged, made)
     return num_bytes
 
 

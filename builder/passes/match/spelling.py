@@ -265,7 +265,7 @@ def _exchanged(ctx: PassContext, node: FxNode, dims: set[int]) -> FxNode:
         of, dim, *bounds = node.args
         (other,) = dims - {dim} if dim in dims else {dim}
         return ctx.call(aten.slice.Tensor, _exchanged(ctx, of, dims), other, *bounds)
-    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _exchanged(ctx, arg, dims))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: _exchanged(ctx, cast("FxNode", arg), dims))
     return ctx.call(node.target, *args, **kwargs)
 
 
