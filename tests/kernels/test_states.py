@@ -118,7 +118,8 @@ def test_padding_gives_zeros_and_stale_states_are_not_read(spec: OpSpec, functio
 def test_a_sequence_without_a_slot_begins_with_zeros(spec: OpSpec, function: Callable[..., torch.Tensor]) -> None:
     sample = long_sample(spec)
     sample["slots"] = torch.tensor([-1, 1, -1]).int()
-    sample["kv_lens"] = sample["kv_lens"] + torch.tensor([9, 0, 1]).int()
+    if spec.name != "precast.stateful_compress":  # whose blocks are counted by positions
+        sample["kv_lens"] = sample["kv_lens"] + torch.tensor([9, 0, 1]).int()
     alone = registry.resolve(spec.name.replace("stateful_", ""), 1, torch.device("cpu"))
 
     found = function(**sample)

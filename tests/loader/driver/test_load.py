@@ -228,7 +228,8 @@ def test_a_model_that_turns_out_unfit_ends_the_reads(
 ) -> None:
     """One thread reads a part of a quarter of a megabyte, and is not done with it until the reads are ended."""
     monkeypatch.setattr(weights, "THREADS", 1)
-    monkeypatch.setattr(weights, "BUFFER_BYTES", 1 << 18)
+    for module in (param_plan, weights):
+        monkeypatch.setattr(module, "BUFFER_BYTES", 1 << 18)
     stop, stopped, stops = LocalFolder.stop, threading.Event(), []
 
     def stopping(folder: LocalFolder) -> None:
@@ -320,7 +321,8 @@ def test_of_params_that_are_made_on_the_host_few_are_there_at_once(
     driver: CudaDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "THREADS", 1)
-    monkeypatch.setattr(weights, "BUFFER_BYTES", 1 << 18)
+    for module in (param_plan, weights):
+        monkeypatch.setattr(module, "BUFFER_BYTES", 1 << 18)
     tensors = {f"w{i}": torch.randn(512, 512) for i in range(16)}  # 1 MiB each, and half of it on the device
     save_file(tensors, tmp_path / "model.safetensors")
     graph = params_graph({name: Cast(read(name, tensors), "float16") for name in tensors}, tensors)
