@@ -1,9 +1,8 @@
 """On a GPU: what steps take as `precast.load` serves them, by the driver alone and with torch, whole and in few bits.
 
 Claims: a step by the driver alone takes no longer than one with torch; a model published in few bits takes less time a
-step than in bfloat16, by about as much as it is smaller, and no more memory than its files have. All kernels come from
-native layers. Shapes are published ones with random weights; each load is a process of its own, captured before its
-first step.
+step than in bfloat16, by about as much as it is smaller. All kernels come from native layers. Shapes are published ones
+with random weights; each load is a process of its own, captured before its first step.
 
     python benchmarks/bench_gpu_served.py --build DIR [SHAPE ...]       # without a GPU: bundles and native layers
     python benchmarks/bench_gpu_served.py --bundles DIR [--backend driver] [--out FILE] [SHAPE ...]
@@ -15,12 +14,12 @@ import argparse
 import json
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 from support import harness
 from support.no_torch import BLOCK
+from support.published_bundles import build, write_checkpoint
 
 from precast.ir.artifact import Bundle
 
@@ -28,7 +27,6 @@ SHAPES = (
     "llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.1-8b-fp8-blocks", "llama-3.1-8b-int4", "gpt-oss-20b-mxfp4",
     "gemma-3-12b", "qwen3-30b-a3b-half",
 )  # fmt: skip
-TARGET = "sm_90"
 BACKENDS = ("driver", "torch")
 SERVE = """
 import json, sys, time
@@ -51,30 +49,7 @@ print(json.dumps(found), flush=True)
 import os
 os._exit(0)
 """
-WRITE = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from precast.ir.artifact import Bundle
-from support import random_checkpoints
-random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))
-print("{}")
-"""
 HERE = str(Path(__file__).parent)
-
-
-def build(folder: Path, shape: str) -> None:
-    """The bundle of a shape, with its layer."""
-    from support import shapes
-
-    import precast
-
-    began = time.perf_counter()
-    source = shapes.write_config(shape, folder / f"{shape}.config")
-    made = precast.build(source, folder / f"{shape}.bundle", dtype="bfloat16", max_seq_len=8192, targets=[TARGET])
-    layer = made.native[TARGET]
-    size = sum(map(len, layer.images.values()))
-    print(f"{shape}: {len(layer.kernels)} kernels, {size >> 10} KiB, {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def measured(bundle: Path, checkpoint: Path, backends: list[str]) -> dict[str, Any]:
@@ -82,7 +57,7 @@ def measured(bundle: Path, checkpoint: Path, backends: list[str]) -> dict[str, A
     digest = Bundle.open(bundle).digest
     found: dict[str, Any] = {}
     try:
-        harness.fresh_process(WRITE, HERE, str(bundle), str(checkpoint))
+        write_checkpoint(bundle, checkpoint)
         files = checkpoint.glob("*.safetensors")
         found["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
         for backend in backends:
@@ -112,11 +87,7 @@ def main() -> None:
         for shape in arguments.shapes:
             build(arguments.build, shape)
         return
-    machine = harness.fresh_process(
-        "import json, sys; sys.path.insert(0, sys.argv[1]); from support import harness; "
-        "print(json.dumps(harness.machine()))",
-        HERE,
-    )
+    machine = harness.machine_by_itself()
     figures: dict[str, Any] = {}
     for shape in arguments.shapes:
         backends = arguments.backends or list(BACKENDS)

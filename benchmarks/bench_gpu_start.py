@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 
 from support import harness
 from support.no_torch import BLOCK
+from support.published_bundles import build, write_checkpoint
 
 from precast.ir.artifact import Bundle
 
 SHAPES = ("llama-3.1-8b", "qwen3-30b-a3b-half", "gemma-3-12b")
-TARGET = "sm_90"
 GOALS = {"driver": 1.35, "torch": 0.95}
 RATE_GOAL = 0.8
 """Of the pinned rate from host to device, that weights come with."""
@@ -155,20 +155,6 @@ class Start(NamedTuple):
 
     seconds: float
     said: dict[str, Any]
-
-
-def build(folder: Path, shape: str) -> None:
-    """The bundle of a published shape, with its layer."""
-    from support import shapes
-
-    import precast
-
-    began = time.perf_counter()
-    source = shapes.write_config(shape, folder / f"{shape}.config")
-    made = precast.build(source, folder / f"{shape}.bundle", dtype="bfloat16", max_seq_len=8192, targets=[TARGET])
-    layer = made.native[TARGET]
-    size = sum(map(len, layer.images.values()))
-    print(f"{shape}: {len(layer.kernels)} kernels, {size >> 10} KiB, {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def started(code: str, *args: object) -> Start:
@@ -310,18 +296,6 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def write_checkpoint(bundle: Path, folder: Path) -> None:
-    """Random weights, by a process of its own."""
-    write = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; "
-        "from pathlib import Path; from precast.ir.artifact import Bundle; "
-        "random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
-    )
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", write, Path(__file__).parent, bundle, folder], check=True)
-    print(f"checkpoint written in {time.perf_counter() - began:.1f} s", flush=True)
-
-
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -337,11 +311,7 @@ def main() -> None:
         for shape in arguments.shapes:
             build(arguments.build, shape)
         return
-    machine = harness.fresh_process(
-        "import json, sys; sys.path.insert(0, sys.argv[1]); from support import harness; "
-        "print(json.dumps(harness.machine()))",
-        str(Path(__file__).parent),
-    )
+    machine = harness.machine_by_itself()
     figures: dict[str, Any] = {}
     for shape in arguments.shapes:
         print(f"== {shape}", flush=True)

@@ -275,8 +275,10 @@ SERVED = {
 def quantised_page() -> str:
     """The table of docs/quantisation.md: what steps take as they are served, without torch."""
     rows, found = [], result("gpu_served")
-    for shape in (name for name in SERVED if name in found):
-        driver = found[shape]["driver"]
+    for shape in SERVED:
+        driver = found.get(shape, {}).get("driver", {})
+        if "decode_ms" not in driver:  # not measured, or failed
+            continue
         decode = (f"{ms:.2f}" for ms in driver["decode_ms"].values())
         prefill = f"{round(driver['prefill_tokens_per_s']['1 x 4096'], -2):,.0f}"
         rows.append((SERVED[shape], f"{found[shape]['checkpoint_bytes'] / 1e9:.1f}", *decode, prefill))

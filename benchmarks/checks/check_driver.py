@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from support.no_torch import BLOCK
+from support.published_bundles import write_checkpoint
 
 from precast.ir.artifact import Bundle
 
@@ -125,13 +126,8 @@ def served(
 def check(folder: Path, family: str, place: Path, worlds: Sequence[str]) -> dict[str, Any]:
     """Both backends, with all steps captured and with none, in each of the worlds that the family is built for."""
     checkpoint = place / family
-    write = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from support import random_checkpoints; "
-        "from pathlib import Path; from precast.ir.artifact import Bundle; "
-        "random_checkpoints.write(Bundle.open(sys.argv[2]), Path(sys.argv[3]))"
-    )
     bundle = str(folder / f"{family}.bundle")
-    subprocess.run([sys.executable, "-c", write, str(Path(__file__).parents[1]), bundle, str(checkpoint)], check=True)
+    write_checkpoint(Path(bundle), checkpoint)
     found: dict[str, Any] = {}
     alone: dict[str, Any] = {}
     for world in (each for each in worlds if each == "tp=1" or each in WORLDS.get(family, ())):

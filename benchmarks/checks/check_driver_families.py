@@ -7,7 +7,7 @@ The build takes the green types of docs/models.md that need no torch, shrunk, in
 torch answers on the CPU in float32. Kernels are kept beside, so that it can be run again in little time. The
 check serves each bundle by the driver, in processes in which torch and Triton can't be imported, with no step captured
 and with all; and by torch, on the same GPU. Processes serve several types each; one that fails is named and the others
-go on. One line sums up, and one is printed for each that fails or differs; the JSON has all.
+go on. One line sums up, and one is printed for each that fails or differs; `--out` writes that as JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from support import harness
 
 from precast.ir.artifact import Bundle
 
@@ -250,15 +252,24 @@ def _same(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
+def figures(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each dtype how many types give equal tokens, and what is wrong with the others."""
+    made = {}
+    for dtype in ("float32", "bfloat16"):
+        of = {name.rpartition("-")[0]: each["found"] for name, each in found.items() if name.endswith(dtype)}
+        others = {name: wrong for name, wrong in of.items() if wrong}
+        made[dtype] = {"types": len(of), "equal_tokens": len(of) - len(others), "others": others}
+    return made
+
+
 def summary(found: Mapping[str, Any], seconds: float) -> Iterator[str]:
     """A line for each that isn't whole, and one for all."""
     for name, each in found.items():
         yield from (f"{name}: {why}" for why in each["found"])
     sums = []
-    for dtype in ("float32", "bfloat16"):
-        of = [each["found"] for name, each in found.items() if name.endswith(dtype)]
-        failed = sum(any("failed" in why for why in wrong) for wrong in of)
-        sums.append(f"{dtype}: {sum(not wrong for wrong in of)} of {len(of)} give equal tokens, {failed} failed")
+    for dtype, of in figures(found).items():
+        failed = sum(any("failed" in why for why in wrong) for wrong in of["others"].values())
+        sums.append(f"{dtype}: {of['equal_tokens']} of {of['types']} give equal tokens, {failed} failed")
     yield f"{'; '.join(sums)}; {seconds:.0f} s"
 
 
@@ -282,7 +293,8 @@ def main() -> None:
         began = time.perf_counter()
         found = check_all(arguments.bundles, arguments.types, arguments.checkpoints, arguments.processes)
         if arguments.out:
-            arguments.out.write_text(json.dumps(found, indent=1))
+            made = {"claim": "gpu_driver_families", "machine": harness.machine_by_itself(), "figures": figures(found)}
+            arguments.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
         print("\n".join(summary(found, time.perf_counter() - began)), flush=True)
 
 

@@ -55,6 +55,12 @@ def machine() -> dict[str, Any]:
     return described
 
 
+def machine_by_itself() -> dict[str, Any]:
+    """The same, asked in a process of its own, so that this one does without torch."""
+    code = "import json, sys; sys.path.insert(0, sys.argv[1]); from support import harness; "
+    return fresh_process(code + "print(json.dumps(harness.machine()))", str(Path(__file__).parents[1]))
+
+
 def write(path: Path, claim: str, figures: dict[str, Any]) -> None:
     """Writes a claim's figures with the machine's description, and prints them."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def _selected_blocks(
     k = module.k_norm(module.k_proj(hidden_states).view(shape)).transpose(1, 2)
     cos, sin = (table[..., : module.head_dim] for table in position_embeddings)
     q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, cos, sin)
-    return torch.ops.precast.select_blocks(
+    return ops.select_blocks(
         q.transpose(1, 2), k.transpose(1, 2).flatten(2), current_trace().cu_seqlens,
         count=module.topk_blocks, block_size=module.block_size, local=max(module.local_blocks, 0),
     )  # fmt: skip

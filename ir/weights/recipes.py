@@ -469,14 +469,13 @@ def require(
     `whole`: the graph of all ranks, if this one's reads a part of the tensors: those are what is checked.
     """
     check(whole or graph, rules, files)
-    names = {read.tensor for param in graph.params for read in each_leaf(param.recipe)}
-    found = {name: resolve(name, files.tensors, rules) for name in sorted(names)}
+    dtypes = {read.tensor: read.dtype for param in graph.params for read in each_leaf(param.recipe)}
+    found = {name: resolve(name, files.tensors, rules) for name in sorted(dtypes)}
     for param in graph.params:
         if isinstance(param.recipe, schema.Scale):
             found[param.recipe.tensors[0]] = scale_tensor(param.recipe, files.tensors, rules)
     made = {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
-    reads = (read for param in graph.params for read in each_leaf(param.recipe))
-    as_bytes = {read.tensor for read in reads if read.dtype == "uint8"}
+    as_bytes = (name for name, dtype in dtypes.items() if dtype == "uint8")
     return made | {name: msgspec.structs.replace(made[name], dtype="uint8") for name in as_bytes}
 
 
