@@ -37,7 +37,7 @@ from precast.kernels.attention.launches import Splits, Tile, split_tile
 from precast.kernels.choices import records_of
 from precast.kernels.cuda_source import Constants, compiled
 from precast.kernels.launch import as_function, launched_of
-from precast.kernels.linear.records import MAX_ROWS
+from precast.kernels.linear.stream_plan import MAX_ROWS
 from precast.kernels.records import Record
 
 LAYERS = 32

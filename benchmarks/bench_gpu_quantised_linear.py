@@ -5,7 +5,7 @@ weight is smaller; of a prompt it takes little more than in bfloat16, and less w
 layers are those of Llama 3.1 8B. Calls are captured in a row in a CUDA graph, over more weights than L2 holds; the
 product in bfloat16 is torch's, measured the same way in the same run. Three rows are compared with the definition.
 
-    python benchmarks/bench_gpu_quantised_linear.py [--out FILE] [--seconds N] [--tiles] [FORMAT ...]
+    python benchmarks/bench_gpu_quantised_linear.py [--out FILE] [--seconds N] [--tiles] [--rows N ...] [FORMAT ...]
 
 `--tiles` measures other tiles for 1, 16 and 64 rows besides. What the seconds leave no time for has no figures.
 """
@@ -114,8 +114,10 @@ def input_of(rows: int, inputs: int, one: Format, device: str) -> torch.Tensor:
 
 
 def use_of(given: Arguments, capability: tuple[int, int]) -> Use:
+    """Of a layer whose input alone is made in a step."""
     use = use_of_tensors("precast.quantised_linear", 1, given)
-    return use._replace(target=use.target._replace(capability=capability))
+    operands = {name: each._replace(is_activation=name == "input") for name, each in use.operands.items()}
+    return use._replace(operands=operands, target=use.target._replace(device="cuda", capability=capability))
 
 
 def num_bytes(given: Mapping[str, Any]) -> int:
@@ -165,7 +167,7 @@ def compile_one(job: Job) -> str:
         assert not isinstance(record.runs, str), record.name
         with choosing(tile):
             for launch in record.runs(use):
-                if not launch.library:
+                if not launch.library and not launch.block:
                     compile_launch(launch, tensors)
     except Exception as error:  # noqa: BLE001 - one case doesn't end the others
         return f"{job[:4]}: {type(error).__name__}: {error}"
@@ -265,11 +267,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_quantised_linear.json")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("formats", nargs="*", default=list(FORMATS), metavar="FORMAT")
     arguments = parser.parse_args()
     began, capability = time.perf_counter(), torch.cuda.get_device_capability()
     torch.manual_seed(0)
-    shapes = [(layer, rows) for layer in LAYERS for rows in ROWS]
+    shapes = [(layer, rows) for layer in LAYERS for rows in arguments.rows]
     jobs: list[Job] = [(name, *shape, None, capability) for name in arguments.formats for shape in shapes]
     if arguments.tiles:
         jobs += [
@@ -296,11 +299,11 @@ def main() -> None:
                 if time.perf_counter() - began > arguments.seconds:
                     break
                 made = Layer(name, layer)
-                found = {f"{rows}": attempt(partial(measured, made, rows, rates)) for rows in ROWS}
+                found = {f"{rows}": attempt(partial(measured, made, rows, rates)) for rows in arguments.rows}
                 figures[name][layer] = {"worst_difference": attempt(partial(difference, made)), **found}
                 times = [(each.get("microseconds", each), each.get("floor_microseconds")) for each in found.values()]
                 shown = [f"{rows}: {time_} ({floor}) of {dense[layer, rows]}"
-                         for rows, (time_, floor) in zip(ROWS, times, strict=True)]  # fmt: skip
+                         for rows, (time_, floor) in zip(arguments.rows, times, strict=True)]  # fmt: skip
                 print(f"{name}, {layer} | {figures[name][layer]['worst_difference']} | {'; '.join(shown)}", flush=True)
             save()
         if arguments.tiles:

@@ -26,7 +26,8 @@ from support import harness
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.kernels import cuda_launch
 from precast.kernels.launch import launched_of
-from precast.kernels.linear.records import LONG, SHORT, Way, stream
+from precast.kernels.linear.records import stream
+from precast.kernels.linear.stream_plan import LONG, SHORT, Way
 from precast.kernels.rms_norm.records import RECORDS as NORMS
 from precast.kernels.use import GPU, use_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,12 +12,11 @@ from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import ceildiv, mul
 from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.linear import cublaslt
+from precast.kernels.linear.stream_plan import MAX_ROWS, STEP, THREADS, WAYS, Way, plan_of
 from precast.kernels.records import Condition, Launch, Launches, Pointer, Record, Stride, nothing
 from precast.kernels.rows import COMPUTED, has_rows, known, rows_of
 from precast.kernels.use import Use
 
-MAX_ROWS = 8
-"""Rows of the input that a weight passes for: the columns of one mma. cuBLAS is as fast from about 16 on."""
 MOST_WORKSPACE_BYTES = 16 << 20
 """What cuBLASLt is given at most. It takes it where it splits sums over blocks, whose parts are kept in float32. That
 pays where tiles are fewer than multiprocessors: a result of 256 rows and 4,096 columns is 32 tiles, or 4 MiB a part."""
@@ -30,76 +28,6 @@ for one column in sixteen or more. Rows of so few bytes also leave it no fast ke
 _ROWS_AT_ONCE = 4
 _PRODUCTS_AT_ONCE = 8192
 """Of a program, with all its rows and outputs: 64 for each of 128 threads."""
-
-_TILE = 16
-"""Rows of the weight that are multiplied together."""
-_STEP, _TURN = 32, 256
-"""The input's width is a multiple of the one, pieces of it are of the other."""
-_PAD, _ELEMENT = 16, 2
-"""Bytes behind a piece of a row, and of an element."""
-_NUM_SMS = 132
-"""Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
-_THREADS = 320
-_SHARED_BYTES, _HEAD_BYTES = 227 << 10, 4480
-"""Shared memory that a block may have, and what lies in front of the ring: barriers, and sums of the warps."""
-_MOST_STAGES, _MOST_X_SLOTS, _MOST_TILES_A_PASS = 12, 8, 8
-
-
-class Way(NamedTuple):
-    """How the weight stream goes for some numbers of rows; the figures are the fastest that were measured.
-
-    `piece`: elements of a row that are copied at once. x is kept in shared memory if it takes no more than `kept_bytes`
-    and a block has `kept_from` tiles at least; else it is read again for every few tiles. `room` are bytes of shared
-    memory that are left to the kernels beside.
-    """
-
-    piece: int
-    kept_bytes: int
-    kept_from: int = 0
-    room: int = 0
-
-
-class Plan(NamedTuple):
-    """What `stream.cu` takes of it, in this order; then how many tiles share one reading of x, how many blocks there
-    are, and the shared memory that a block fills."""
-
-    tiles_each: int
-    tiles_more: int
-    piece: int
-    pieces: int
-    stages: int
-    x_slots: int
-    tiles_a_pass: int
-    grid: int
-    shared_bytes: int
-
-    @property
-    def args(self) -> tuple[int, ...]:
-        """The kernel's."""
-        return self[:6]
-
-
-def plan_of(way: Way, rows: int, outputs: int, inputs: int, *, is_gated: bool, blocks: int = _NUM_SMS) -> Plan:
-    """The plan for up to so many rows, over as many blocks at most."""
-    num_tiles = -(-outputs // (1 + is_gated) // (_TILE // (1 + is_gated)))
-    grid = min(blocks, num_tiles)
-    each, more = divmod(num_tiles, grid)
-    pieces = -(-inputs // way.piece)
-    piece = way.piece if pieces > 1 else -(-inputs // _TURN) * _TURN
-    pitch, most = piece * _ELEMENT + _PAD, each + (more > 0)
-    fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * pitch <= way.kept_bytes
-    x_slots = pieces if pieces <= 2 or fits else 2
-    tiles = 1 if x_slots == pieces else 2 if most <= 2 else _MOST_TILES_A_PASS
-    x_bytes, stage = rows * x_slots * pitch, _TILE * pitch
-    stages = min((_SHARED_BYTES - _HEAD_BYTES - way.room - x_bytes) // stage, _MOST_STAGES, most * pieces)
-    assert stages > 0
-    used = _HEAD_BYTES + x_bytes + stages * stage
-    return Plan(each, more, piece, pieces, stages, x_slots, tiles, grid, used)
-
-
-LONG, SHORT = Way(piece=2048, kept_bytes=36 << 10, kept_from=3), Way(piece=1024, kept_bytes=72 << 10)
-WAYS: dict[int, Way] = {2: LONG, MAX_ROWS: SHORT}
-"""By the most rows that go this way."""
 
 
 def stream(
@@ -133,7 +61,7 @@ def stream(
             Stride("residual", -2) if residual else 0, rows, outputs, inputs, *plan.args,
         ),
         constants=constants if gate is None else {**constants, "GATE": gate},
-        block=_THREADS,
+        block=THREADS,
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip
@@ -233,7 +161,7 @@ def _has_one_axis(use: Use) -> bool:
 
 def _has_steps(use: Use) -> bool:
     outputs, inputs = use.number("weight", 0), use.number("weight", 1)
-    return outputs is not None and inputs is not None and inputs % _STEP == 0
+    return outputs is not None and inputs is not None and inputs % STEP == 0
 
 
 def _is_static(use: Use) -> bool:
@@ -273,7 +201,7 @@ def streamed(name: str, op: str, symbol: str, of: str) -> Iterator[Record]:
             allocates=False, sizes={symbol: (low, most)}, dtypes=_16_BITS,
             takes=(
                 _rows(symbol, of),
-                Condition(f"an input of a multiple of {_STEP} elements, and sizes of the weight known at load",
+                Condition(f"an input of a multiple of {STEP} elements, and sizes of the weight known at load",
                           _has_steps),
                 _STATIC,
             ),

@@ -1,12 +1,13 @@
 // stream_linear: y[m, n] = sum over k of x[m, k] * w[n, k], for 1 to 8 rows of x, as fast as memory gives the weights.
 //
-// The weights lie as a checkpoint has them, w[outputs, inputs] in row-major order. 16 rows of w are a tile, and the
-// CTAs, one to an SM, share the tiles out in runs. In a CTA
+// The weights lie as a checkpoint has them, w[outputs, inputs] in row-major order, in 16 bits or in few. 16 rows of w
+// are a tile, and the CTAs, one to an SM, share the tiles out in runs. In a CTA
 //
 //   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it;
 //   - one more warp brings the pieces of x;
 //   - eight warps multiply: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. Each warp
-//     takes every eighth run of 32 k, whatever the pieces are, into two sums; the 16 sums are added in one order.
+//     takes every eighth run of STEP k, whatever the pieces are, into two sums; the 16 sums are added in one order.
+//     Weights in few bits become operands in registers: the same k of w and x meet, in whatever order.
 //
 // So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
 //
@@ -23,21 +24,55 @@
 //   PASS=n           so many tiles share one reading of x; 1 where all of x stays in shared memory
 //   UNROLL=n         so many steps of the inner loop in a row
 //
-// inputs must be a multiple of 32, w aligned to 16 bytes; x may have any strides, and lies best in rows aligned to 16
-// bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out, the pieces, what shared memory has.
+// and for weights in few bits (`Stored` in records.py):
+//
+//   FLOAT8           w is float8_e4m3fn
+//   PACKED4          w has 4 bits, eight neighbours in an int32, the first in the lowest; OFFSET=n is subtracted
+//   X_FLOAT8         x is float8_e4m3fn, as w is, and has scales; X_SCALES=n: n apart from row to row, 1 or 0
+//   STEP=n           the run of k, 128 if there is no other reason
+//   GROUP=n          n neighbours in a row of w, a multiple of STEP, have a scale, scales[outputs / SCALED_ROWS, groups];
+//                    so have those of x, if it is float8. Without it a row has one, or SCALED_ROWS rows together
+//   SCALED_ROWS=n    so many rows of w have the same scales: 1, or with GROUP a multiple of 16
+//   SCALE_BYTES=n    of a scale of w: 4 for float32; 2, of the type of y
+//
+// inputs must be a multiple of STEP, w aligned to 16 bytes, and so each row of scales with GROUP; x may have any strides,
+// and lies best in rows aligned to 16 bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out,
+// the pieces, what shared memory has.
 
 #include "half.cuh"
 
 constexpr int TILE = 16;              // rows of w in a tile
 constexpr int ROWS = 8;               // rows of x at most
 constexpr int WARPS = 8;              // that multiply
-constexpr int STEP = 32;              // k that a warp takes at a time
+#ifndef STEP
+#define STEP 32                       // k that a warp takes at a time
+#endif
 constexpr int TURN = STEP * WARPS;    // k after which it is the same warp's turn: pieces are multiples of it
 constexpr int W_WARP = WARPS, X_WARP = WARPS + 1;
 constexpr int THREADS = 32 * (WARPS + 2);
 constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the ring
 constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
 constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
+
+#if defined(FLOAT8)
+#define IN_FEW_BITS
+constexpr int BITS = 8;               // of a weight
+#elif defined(PACKED4)
+#define IN_FEW_BITS
+constexpr int BITS = 4;
+#else
+constexpr int BITS = 16;
+#endif
+#ifdef X_FLOAT8
+typedef unsigned char Input;          // an element of x
+#else
+typedef Element Input;
+#endif
+// After a piece of x, of which lanes read as many k at a time as a word of w has: 8 rows in different banks then, too.
+constexpr int X_PAD = sizeof(Input) * 128 / BITS;
+#ifdef GROUP
+constexpr int SCALE_ROWS = SCALED_ROWS == 1 ? TILE : 1;    // rows of scales of a tile
+#endif
 
 #ifndef PASS
 #define PASS 1
@@ -81,20 +116,75 @@ __device__ __forceinline__ u64 read_once_policy() {
   return policy;
 }
 
-__device__ __forceinline__ void copy_once(u32 to, const Element* from, u32 bytes, u32 barrier, u64 policy) {
+__device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
-__device__ __forceinline__ void copy(u32 to, const Element* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(u32 to, Element value) {
+__device__ __forceinline__ void store_shared(u32 to, u16 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, unsigned char value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"((u32)value) : "memory");
+}
+
+// Two or four neighbouring words.
+__device__ __forceinline__ void load_words(u32 (&to)[2], u32 from) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_words(u32 (&to)[4], u32 from) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
+// The lower halves of two words, or the upper.
+__device__ __forceinline__ u32 lower_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ u32 upper_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// Two float8_e4m3fn, from a word's lower or upper half, as float16; and as elements.
+__device__ __forceinline__ u32 float16_of_float8(u32 word, int half) {
+  u32 pair;
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(pair) : "r"(half ? word >> 16 : word));
+  return pair;
+}
+
+__device__ __forceinline__ u32 elements_of_float8(u32 word, int half) {
+  u32 pair = float16_of_float8(word, half);
+#ifndef FLOAT16
+  asm("{ .reg .b16 lo, hi; .reg .f32 a, b; mov.b32 {lo, hi}, %0; cvt.f32.f16 a, lo; cvt.f32.f16 b, hi;"
+      " cvt.rn.bf16x2.f32 %0, b, a; }" : "+r"(pair));
+#endif
+  return pair;
+}
+
+// Elements of four bits, nibbles i and i + 4 of a word, without `offset`.
+__device__ __forceinline__ u32 elements_of_nibbles(u32 word, int i, int offset) {
+  u32 pair;
+#ifdef FLOAT16    // 1024 + n is 0x6400 | n
+  const u32 both = ((word >> 4 * i) & 0x000f000f) | 0x64006400, less = (0x6400 + offset) * 0x10001u;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(both), "r"(less));
+#else    // 128 + n is 0x4300 | n
+  const u32 both = ((word >> 4 * i) & 0x000f000f) | 0x43004300, less = (0x4300 + offset) * 0x10001u;
+  asm("sub.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(both), "r"(less));
+#endif
+  return pair;
+}
+
+// As multiply_add, of float16, whatever the elements are.
+__device__ __forceinline__ void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ Element rounded(float value) {
@@ -130,9 +220,10 @@ __device__ __forceinline__ float gelu_tanh(float a) {
 struct Plan {
   int first, end;         // the tiles of this CTA
   int piece, pieces;      // k of a piece of a row, the last one may be shorter; pieces of a row
-  int pitch;              // bytes from a row's piece to the next row's in shared memory
+  int pitch, x_pitch;     // bytes from a row's piece to the next row's in shared memory, of w and of x
   int x_slots, stages;    // pieces of x and of w in shared memory
   bool keeps_x;           // each piece of x has a slot of its own
+  int scale_slots;        // tiles whose scales are there, if they lie in groups
 
   __device__ int length(int index, int inputs) const { return min(piece, inputs - index * piece); }
 };
@@ -152,31 +243,41 @@ struct Place {
 
 // One thread: the pieces of w, in the order in which they are multiplied. It waits for nothing but room in the ring.
 __device__ __forceinline__ void produce_weights(
-    const Plan& plan, const Element* w, int columns, int inputs, u32 ring, u32 full, u32 empty) {
+    const Plan& plan, const unsigned char* w, const unsigned char* scales, int columns, int inputs, u32 ring,
+    u32 scale_slots, u32 full, u32 empty) {
   const u64 policy = read_once_policy();
+  const int row_bytes = inputs / 8 * BITS, piece_bytes = plan.piece / 8 * BITS;
   Place place = {0, 1};    // the first round finds the ring empty
   for (int start = plan.first; start < plan.end; start += PASS)
     for (int index = 0; index < plan.pieces; index++)
       for (int tile = start; tile < min(start + PASS, plan.end); tile++) {
         const int column = tile * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
-        const u32 bytes = plan.length(index, inputs) * sizeof(Element), barrier = full + place.at * 8;
+        const u32 bytes = plan.length(index, inputs) / 8 * BITS, barrier = full + place.at * 8;
         u32 to = ring + place.at * TILE * plan.pitch;
         barrier_wait(empty + place.at * 8, place.parity);
+#ifdef GROUP    // all of a tile's scales come with its first piece
+        const u32 of_row = inputs / GROUP * SCALE_BYTES, scale_bytes = of_row * min(SCALE_ROWS, present);
+        barrier_expect(barrier, bytes * present + (index == 0 ? scale_bytes : 0));
+        if (index == 0)
+          copy(scale_slots + (tile - plan.first) % plan.scale_slots * SCALE_ROWS * of_row,
+               scales + (i64)(column / SCALED_ROWS) * of_row, scale_bytes, barrier);
+#else
         barrier_expect(barrier, bytes * present * HALVES);
+#endif
 #pragma unroll 1
         for (int half = 0; half < HALVES; half++) {
-          const Element* from = w + ((i64)half * columns + column) * inputs + index * plan.piece;
+          const unsigned char* from = w + ((i64)half * columns + column) * row_bytes + index * piece_bytes;
           if (present == TILE_COLUMNS) {    // addresses are added up: to compute each anew takes longer than its copy
 #pragma unroll
             for (int row = 0; row < TILE_COLUMNS; row++) {
               copy_once(to, from, bytes, barrier, policy);
               to += plan.pitch;
-              from += inputs;
+              from += row_bytes;
             }
           } else {
 #pragma unroll 1
             for (int row = 0; row < present; row++)
-              copy_once(to + row * plan.pitch, from + (i64)row * inputs, bytes, barrier, policy);
+              copy_once(to + row * plan.pitch, from + (i64)row * row_bytes, bytes, barrier, policy);
             to += TILE_COLUMNS * plan.pitch;
           }
         }
@@ -186,26 +287,26 @@ __device__ __forceinline__ void produce_weights(
 
 // One warp: the pieces of x, once if they are kept, else once a pass.
 __device__ __forceinline__ void produce_x(
-    const Plan& plan, const Element* x, i64 row_stride, i64 stride, int rows, int inputs, u32 slots, u32 full,
+    const Plan& plan, const Input* x, i64 row_stride, i64 stride, int rows, int inputs, u32 slots, u32 full,
     u32 empty) {
   const int lane = threadIdx.x % 32;
-  const bool copies = stride == 1 && (u64)x % 16 == 0 && (rows == 1 || row_stride % 8 == 0);
+  const bool copies = stride == 1 && (u64)x % 16 == 0 && (rows == 1 || row_stride * sizeof(Input) % 16 == 0);
   Place place = {0, 1};
   for (int start = plan.first; start < plan.end; start += PASS) {
     for (int index = 0; index < plan.pieces; index++) {
       const int begin = index * plan.piece, length = plan.length(index, inputs);
-      const u32 barrier = full + place.at * 8, to = slots + place.at * rows * plan.pitch;
+      const u32 barrier = full + place.at * 8, to = slots + place.at * rows * plan.x_pitch;
       barrier_wait(empty + place.at * 8, place.parity);
       if (copies) {
         if (elected()) {
-          barrier_expect(barrier, rows * length * sizeof(Element));
-          const Element* from = x + begin;
+          barrier_expect(barrier, rows * length * sizeof(Input));
+          const Input* from = x + begin;
           u32 to_row = to;
 #pragma unroll
           for (int row = 0; row < ROWS; row++)
             if (row < rows) {
-              copy(to_row, from, length * sizeof(Element), barrier);
-              to_row += plan.pitch;
+              copy(to_row, from, length * sizeof(Input), barrier);
+              to_row += plan.x_pitch;
               from += row_stride;
             }
         }
@@ -214,7 +315,7 @@ __device__ __forceinline__ void produce_x(
         for (int row = 0; row < rows; row++)
 #pragma unroll 2
           for (int k = lane; k < length; k += 32)
-            store_shared(to + row * plan.pitch + k * sizeof(Element), x[row * row_stride + (begin + k) * stride]);
+            store_shared(to + row * plan.x_pitch + k * sizeof(Input), x[row * row_stride + (begin + k) * stride]);
         __syncwarp();
         if (lane == 0) barrier_arrive(barrier);
       }
@@ -225,8 +326,97 @@ __device__ __forceinline__ void produce_x(
   }
 }
 
+// In shared memory, where groups of k have scales: those of a tile, and of x; the warp's first k in the piece, and how
+// many groups a row has.
+struct GroupScales {
+  const unsigned char* tile;
+  const float* x;
+  int first, groups;
+};
+
+#ifdef IN_FEW_BITS
+
+// The product of a STEP. A lane has words of w of rows lane / 4 and 8 below, and of x the k of these words in a row: so
+// which k an mma takes for which is not what its layout says, but the same for both.
+__device__ __forceinline__ void multiply_step(float (&sums)[2][4], u32 w_rows, u32 x_rows) {
+  constexpr int WORD = 32 / BITS, LOADED = 8 * WORD;    // k of a word, and of a row in what ldmatrix brings
+#pragma unroll
+  for (int k = 0; k < STEP; k += LOADED) {
+    u32 words[4];
+    load_matrices(words, w_rows + k / 8 * BITS);
+#ifdef X_FLOAT8
+    u32 x[4];
+    if (k % (2 * LOADED) == 0) load_matrices(x, x_rows + k);
+#endif
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u32 above = words[2 * half], below = words[2 * half + 1];
+#if defined(X_FLOAT8)
+      const u32 word = x[k / LOADED % 2 * 2 + half];
+      const u32 a[4] = {float16_of_float8(above, 0), float16_of_float8(below, 0), float16_of_float8(above, 1),
+                        float16_of_float8(below, 1)};
+      multiply_add_float16(sums[half], a, float16_of_float8(word, 0), float16_of_float8(word, 1));
+#elif defined(FLOAT8)
+      u32 b[2];
+      load_words(b, x_rows + (k + half * 4 * WORD) * sizeof(Input));
+      const u32 a[4] = {elements_of_float8(above, 0), elements_of_float8(below, 0), elements_of_float8(above, 1),
+                        elements_of_float8(below, 1)};
+      multiply_add(sums[half], a, b[0], b[1]);
+#else
+      u32 b[4];
+      load_words(b, x_rows + (k + half * 4 * WORD) * sizeof(Input));
+      const u32 first[4] = {elements_of_nibbles(above, 0, OFFSET), elements_of_nibbles(below, 0, OFFSET),
+                            elements_of_nibbles(above, 1, OFFSET), elements_of_nibbles(below, 1, OFFSET)};
+      multiply_add(sums[0], first, lower_halves(b[0], b[2]), upper_halves(b[0], b[2]));
+      const u32 second[4] = {elements_of_nibbles(above, 2, OFFSET), elements_of_nibbles(below, 2, OFFSET),
+                             elements_of_nibbles(above, 3, OFFSET), elements_of_nibbles(below, 3, OFFSET)};
+      multiply_add(sums[1], second, lower_halves(b[1], b[3]), upper_halves(b[1], b[3]));
+#endif
+    }
+  }
+}
+
+__device__ __forceinline__ float scale_at(const unsigned char* scales, int index) {
+#if SCALE_BYTES == 4
+  return ((const float*)scales)[index];
+#else
+  return widened(((const Element*)scales)[index]);
+#endif
+}
+
+// A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP, times its scale if it has one.
+__device__ __forceinline__ void multiply_piece(
+    float (&sums)[2][4], u32 w_rows, u32 x_rows, int length, const GroupScales& scales) {
+#ifdef GROUP
+  const int lane = threadIdx.x % 32, row = lane / 4 % SCALE_ROWS, m = lane % 4 * 2;
+#endif
+#pragma unroll UNROLL
+  for (int k = 0; k < length; k += TURN) {
+    const u32 w_step = w_rows + k / 8 * BITS, x_step = x_rows + k * sizeof(Input);
+#ifdef GROUP
+    const int group = (scales.first + k) / GROUP;
+    float part[2][4] = {}, above = scale_at(scales.tile, row * scales.groups + group), below = above;
+    if (SCALE_ROWS == TILE) below = scale_at(scales.tile, (row + 8) * scales.groups + group);
+    multiply_step(part, w_step, x_step);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float scale = j < 2 ? above : below;
+#ifdef X_FLOAT8
+      scale *= scales.x[(m + j % 2) * scales.groups + group];
+#endif
+      sums[0][j] += (part[0][j] + part[1][j]) * scale;
+    }
+#else
+    multiply_step(sums, w_step, x_step);
+#endif
+  }
+}
+
+#else
+
 // A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP.
-__device__ __forceinline__ void multiply_piece(float (&sums)[2][4], u32 w_rows, u32 x_rows, int length) {
+__device__ __forceinline__ void multiply_piece(
+    float (&sums)[2][4], u32 w_rows, u32 x_rows, int length, const GroupScales&) {
 #pragma unroll UNROLL
   for (int k = 0; k < length; k += TURN) {
     u32 a[4], b[4];
@@ -237,6 +427,8 @@ __device__ __forceinline__ void multiply_piece(float (&sums)[2][4], u32 w_rows, 
     multiply_add(sums[1], a, b[2], b[3]);
   }
 }
+
+#endif
 
 typedef float Partials[WARPS][TILE][ROWS];
 
@@ -256,9 +448,16 @@ __device__ __forceinline__ float summed(const Partials& partials, int row, int m
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
-    Element* y, const Element* x, const Element* w, const Element* bias, const Element* residual, i64 x_row_stride,
+    Element* y, const Input* x, const unsigned char* w, const Element* bias, const Element* residual, i64 x_row_stride,
     i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs, i64 tiles_each,
-    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots) {
+    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots
+#ifdef IN_FEW_BITS
+    , i64 scale_slots, const unsigned char* scales, const float* x_scales
+#define SCALES scales
+#else
+#define SCALES nullptr
+#endif
+) {
   extern __shared__ __align__(128) unsigned char memory[];
   Head& head = *(Head*)memory;
   let_next_kernel_start();
@@ -267,10 +466,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   Plan plan;
   plan.first = (int)tiles_each * (int)blockIdx.x + min((int)blockIdx.x, (int)tiles_more);
   plan.end = plan.first + (int)tiles_each + ((int)blockIdx.x < (int)tiles_more);    // some have one more
-  plan.piece = (int)piece, plan.pieces = (int)pieces, plan.pitch = plan.piece * (int)sizeof(Element) + PAD;
+  plan.piece = (int)piece, plan.pieces = (int)pieces;
+  plan.pitch = plan.piece / 8 * BITS + PAD, plan.x_pitch = plan.piece * (int)sizeof(Input) + X_PAD;
   plan.x_slots = (int)x_slots, plan.stages = (int)stages;
   plan.keeps_x = plan.x_slots == plan.pieces;
   const u32 ring = shared_address(memory + sizeof(Head)), slots = ring + plan.stages * TILE * plan.pitch;
+  const unsigned char* tile_scales = memory + sizeof(Head) + (slots - ring) + plan.x_slots * rows * plan.x_pitch;
+  GroupScales scales_of = {};
+#ifdef GROUP
+  const int of_tile = SCALE_ROWS * (inputs / GROUP) * SCALE_BYTES;
+  plan.scale_slots = (int)scale_slots;
+  float* own_x_scales = (float*)(tile_scales + plan.scale_slots * of_tile);
+  scales_of = {nullptr, own_x_scales, 0, inputs / GROUP};
+#endif
   if (warp == W_WARP) {
     if (lane < plan.stages) {
       barrier_init(shared_address(&head.w_full[lane]), 1);
@@ -280,7 +488,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     __syncwarp();
     arrive_at_start();
     if (elected())
-      produce_weights(plan, w, columns, inputs, ring, shared_address(head.w_full), shared_address(head.w_empty));
+      produce_weights(plan, w, SCALES, columns, inputs, ring, shared_address(tile_scales), shared_address(head.w_full),
+                      shared_address(head.w_empty));
     return;
   }
   if (warp == X_WARP) {
@@ -301,13 +510,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
 
   const int own_row = threadIdx.x % TILE_COLUMNS, own_m = threadIdx.x / TILE_COLUMNS;    // what it writes of a tile
   // Where the lane points ldmatrix to: of w 16 rows x 16 k, of x 8 rows x 32 k; rows that x has not are its last.
-  const u32 w_lane = (lane % 16) * plan.pitch + (warp * STEP + lane / 16 * 8) * sizeof(Element);
-  const u32 x_lane = min(lane % 8, rows - 1) * plan.pitch + (warp * STEP + lane / 8 * 8) * sizeof(Element);
+  const u32 w_lane = (lane % 16) * plan.pitch + warp * STEP / 8 * BITS + lane / 16 * 16;
+#if defined(IN_FEW_BITS) && !defined(X_FLOAT8)    // no ldmatrix: the k of a word, of the row that the lane multiplies
+  const u32 x_lane = min(lane / 4, rows - 1) * plan.x_pitch + (warp * STEP + lane % 4 * 32 / BITS) * sizeof(Input);
+#else
+  const u32 x_lane = min(lane % 8, rows - 1) * plan.x_pitch + warp * STEP * sizeof(Input) + lane / 8 * 16;
+#endif
+#if defined(GROUP) && defined(X_FLOAT8)
+  for (int i = threadIdx.x; i < rows * scales_of.groups; i += 32 * WARPS) own_x_scales[i] = x_scales[i];
+  sync_multiplying_warps();
+#endif
   Place w_place = {0, 0}, x_place = {0, 0};
   for (int start = plan.first; start < plan.end; start += PASS) {
     const int count = min(PASS, plan.end - start);
     float sums[PASS][2][4] = {};
-    Element biases[PASS][HALVES] = {};    // asked for early, as the residual: nothing would hide it at the end
+    Element biases[PASS][HALVES] = {};    // asked for early, as others are: nothing would hide it at the end
+#if defined(IN_FEW_BITS) && !defined(GROUP)
+    float scale[PASS][HALVES] = {};
+#endif
 #ifdef RESIDUAL
     Element residuals[PASS] = {};
 #endif
@@ -321,18 +541,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
 #ifdef RESIDUAL
         residuals[i] = residual[own_m * residual_row_stride + column];
 #endif
+#if defined(IN_FEW_BITS) && !defined(GROUP)
+        for (int half = 0; half < HALVES; half++) {
+          scale[i][half] = scale_at(scales, (half * columns + column) / SCALED_ROWS);
+#ifdef X_FLOAT8
+          scale[i][half] *= x_scales[X_SCALES * own_m];
+#endif
+        }
+#endif
       }
     }
     for (int index = 0; index < plan.pieces; index++) {
       // Each warp's own steps in the piece; the last piece may be too short for some of the warps.
       const int length = plan.length(index, inputs) - warp * STEP;
       barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
-      const u32 x_rows = slots + x_place.at * rows * plan.pitch + x_lane;
+      const u32 x_rows = slots + x_place.at * rows * plan.x_pitch + x_lane;
 #pragma unroll
       for (int i = 0; i < PASS; i++)
         if (i < count) {
           barrier_wait(shared_address(&head.w_full[w_place.at]), w_place.parity);
-          multiply_piece(sums[i], ring + w_place.at * TILE * plan.pitch + w_lane, x_rows, length);
+          const u32 w_rows = ring + w_place.at * TILE * plan.pitch + w_lane;
+#ifdef GROUP
+          scales_of.tile = tile_scales + (start + i - plan.first) % plan.scale_slots * of_tile;
+          scales_of.first = index * plan.piece + warp * STEP;
+#endif
+          multiply_piece(sums[i], w_rows, x_rows, length, scales_of);
           __syncwarp();
           if (lane == 0) barrier_arrive(shared_address(&head.w_empty[w_place.at]));
           w_place.advance(plan.stages);
@@ -352,9 +585,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
         sync_multiplying_warps();
         const int column = (start + i) * TILE_COLUMNS + own_row;
         if (own_m < rows && column < columns) {
-          float value = summed(head.partials, own_row, own_m) + widened(biases[i][0]);
+          const auto product = [&](int half) {
+            float sum = summed(head.partials, own_row + half * TILE_COLUMNS, own_m);
+#if defined(IN_FEW_BITS) && !defined(GROUP)
+            sum *= scale[i][half];
+#endif
+            return sum + widened(biases[i][half]);
+          };
+          float value = product(0);
 #ifdef GATE
-          const float factor = summed(head.partials, own_row + TILE_COLUMNS, own_m) + widened(biases[i][1]);
+          const float factor = product(1);
           value = GATE(widened(rounded(value))) * widened(rounded(factor));
 #endif
 #ifdef RESIDUAL

@@ -100,6 +100,11 @@ def _block(use: Use) -> tuple[int, int] | None:
     return (found[0], found[1]) if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
 
 
+def is_short(use: Use) -> bool:
+    """Whether one program can round a row of the input, if it is rounded."""
+    return _activation(use) == "none" or (use.number("input", -1) or 0) <= LONGEST_ROUNDED
+
+
 def values_of_a_word(use: Use) -> int:
     """Inputs of a word of the weight, which is an int32 but where one value is multiplied as it is stored, or is left
     over."""
@@ -189,12 +194,21 @@ class _Space(NamedTuple):
 
 
 def _space(use: Use, most: int | None) -> _Space:
-    rows, sizes, tile = numel(use.shape("input")[:-1]), _sizes(use), tile_of(use, most)
+    tile, parts = tile_of(use, most), rounded_bytes(use)
+    sums = mul(4 * tile.parts if tile.parts > 1 else 0, numel(use.shape("input")[:-1]), _sizes(use).outputs)
+    return _Space(_values_bytes(use), parts, add(parts, sums))
+
+
+def rounded_bytes(use: Use) -> Expr:
+    """What the input takes that is written anew, and its scales after it."""
+    rows, sizes = numel(use.shape("input")[:-1]), _sizes(use)
     groups = -(-sizes.inputs // INPUT_GROUP) if _activation(use) == "fp8_group" else 1
+    return add(_values_bytes(use), _aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
+
+
+def _values_bytes(use: Use) -> Expr:
     width = 0 if not _is_rounded(use) else 1 if _is_exact(use) else use.width("input")
-    scales = _aligned(mul(width, rows, sizes.inputs))
-    parts = add(scales, _aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
-    return _Space(scales, parts, add(parts, mul(4 * tile.parts if tile.parts > 1 else 0, rows, sizes.outputs)))
+    return _aligned(mul(width, numel(use.shape("input")[:-1]), _sizes(use).inputs))
 
 
 def _aligned(size: Expr) -> Expr:
@@ -215,7 +229,7 @@ def launches(most: int | None) -> Launches:
     """The input rounded, if it is; the product; and the sum of its parts, if there are some. For up to so many rows."""
 
     def made(use: Use) -> tuple[Launch, ...]:
-        first = (_round(use, most),) if _is_rounded(use) else ()
+        first = (rounding(use),) if _is_rounded(use) else ()
         product = _awq(use, most) if use.constant("format") == "awq" else _product(use, most)
         return (*first, product, *((_sum(use, most),) if tile_of(use, most).parts > 1 else ()))
 
@@ -234,8 +248,8 @@ def _sum(use: Use, most: int | None) -> Launch:
     )
 
 
-def _round(use: Use, most: int | None) -> Launch:
-    """The input of few bits, and the scales of rows or groups."""
+def rounding(use: Use) -> Launch:
+    """The input of few bits, and the scales of rows or groups, into the workspace."""
     rows, sizes, activation = rows_of(use, "input"), _sizes(use), _activation(use)
     has_pdl = use.target.capability >= (9, 0)
     kind = activation.partition("_")[0]
@@ -243,12 +257,11 @@ def _round(use: Use, most: int | None) -> Launch:
         group = block = power_of_two(max(sizes.inputs, INPUT_GROUP))
     else:
         group, block = INPUT_GROUP if activation == "fp8_group" else 0, _ROUNDED_AT_ONCE
-    space = _space(use, most)
     return Launch(
         f"{_KERNELS}:round_kernel",
         grid=(rows.total, -(-sizes.inputs // block)),
         args=(
-            _input(use), Pointer("workspace", "float32", space.scales) if group else None, Pointer("input"),
+            input_of(use), Pointer("workspace", "float32", _values_bytes(use)) if group else None, Pointer("input"),
             Pointer("input_scale") if use.has("input_scale") else None, rows.inner, *rows.strides, sizes.inputs,
         ),
         constants={"KIND": kind, "GROUP": group, "BLOCK": block, "PDL": has_pdl},
@@ -257,7 +270,7 @@ def _round(use: Use, most: int | None) -> Launch:
     )  # fmt: skip
 
 
-def _input(use: Use) -> Pointer:
+def input_of(use: Use) -> Pointer:
     """What the product reads."""
     if not _is_rounded(use):
         return Pointer("input")
@@ -265,11 +278,12 @@ def _input(use: Use) -> Pointer:
     return Pointer("workspace", exact if _is_exact(use) else use.operands["input"].type.dtype)
 
 
-def _input_scales(use: Use, most: int | None) -> tuple[str, Pointer | None]:
+def input_scales_of(use: Use) -> tuple[str, Pointer | None]:
+    """Of what the product reads: as the kernels' `INPUT_SCALES`, and where they are."""
     kind = {"none": "none", "fp8_tensor": "one", "fp8_group": "steps"}.get(_activation(use), "row")
     if kind == "one":
         return kind, Pointer("input_scale")
-    return kind, None if kind == "none" else Pointer("workspace", "float32", _space(use, most).scales)
+    return kind, None if kind == "none" else Pointer("workspace", "float32", _values_bytes(use))
 
 
 class _Common(NamedTuple):
@@ -286,7 +300,7 @@ def _common(use: Use, most: int | None) -> _Common:
     grid = (ceildiv(rows, tile.m), -(-sizes.outputs // tile.n), tile.parts)
     parts = Pointer("workspace", "float32", _space(use, most).parts) if tile.parts > 1 else None
     constants: dict[str, int | float | bool | str] = {
-        "INPUT_SCALES": _input_scales(use, most)[0], "SPLIT": tile.parts, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
+        "INPUT_SCALES": input_scales_of(use)[0], "SPLIT": tile.parts, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
         "BLOCK_K": tile.k, "PDL": use.target.capability >= (9, 0),
     }  # fmt: skip
     return _Common(grid, parts, Pointer("bias") if use.has("bias") and parts is None else None, constants)
@@ -334,7 +348,7 @@ def _product(use: Use, most: int | None) -> Launch:
         f"{_KERNELS}:product_kernel",
         grid=grid,
         args=(
-            Pointer("out.0"), parts, _input(use), *of.pointers, _input_scales(use, most)[1], bias,
+            Pointer("out.0"), parts, input_of(use), *of.pointers, input_scales_of(use)[1], bias,
             numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs // each, sizes.num_groups, *of.strides,
         ),
         constants={**of.constants, "SCALES": _scales_at(use, tile.k * each), **constants},
@@ -351,8 +365,8 @@ def _awq(use: Use, most: int | None) -> Launch:
         f"{_KERNELS}:awq_kernel",
         grid=grid,
         args=(
-            Pointer("out.0"), parts, _input(use), Pointer("weight"), Pointer("scales"), Pointer("zeros"),
-            _input_scales(use, most)[1], bias, numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs,
+            Pointer("out.0"), parts, input_of(use), Pointer("weight"), Pointer("scales"), Pointer("zeros"),
+            input_scales_of(use)[1], bias, numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs,
         ),
         constants={"GROUP": sizes.group, "OFFSET": _offset(use), **constants},
         num_warps=tile.num_warps,

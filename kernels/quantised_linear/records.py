@@ -1,4 +1,5 @@
-"""What computes linear layers whose weights are in few bits: Triton on GPUs, in half precision; else the definition.
+"""What computes linear layers whose weights are in few bits, in half precision on GPUs: for few rows the weight stream,
+on Hopper; else Triton. Everywhere else the definition.
 
 How Triton's kernels cut their work depends on how many tokens a step has. GPUs below compute capability 8.9 have no
 instructions for float8: there the definition dequantises such a weight for each product.
@@ -10,7 +11,7 @@ from typing import Any
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, mul, numel
-from precast.kernels.quantised_linear import launches
+from precast.kernels.quantised_linear import launches, streamed
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.rows import has_rows
 from precast.kernels.use import Use, numbers
@@ -54,11 +55,6 @@ def _has_whole_words(use: Use) -> bool:
     )
 
 
-def _is_short(use: Use) -> bool:
-    inputs = use.number("input", -1)
-    return use.constant("activation") in (None, "none") or (inputs or 0) <= launches.LONGEST_ROUNDED
-
-
 def _has_plain_rows(use: Use) -> bool:
     is_plain = use.constant("activation") in (None, "none") and use.operands["input"].is_contiguous
     return is_plain and sum(size != 1 for size in use.shape("input")[:-1]) <= 1
@@ -77,7 +73,7 @@ _TRITON: dict[str, Any] = {
         Condition("compute capability 8.9 or higher for float8", _has_float8),
         Condition("parts of the weight in row-major order", _lie_side_by_side),
         Condition("an input with at most two axes of more than one row", lambda use: has_rows(use, "input")),
-        Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that are rounded", _is_short),
+        Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that are rounded", launches.is_short),
     ),
 }  # fmt: skip
 
@@ -102,6 +98,7 @@ _MANY = Record(
 )  # fmt: skip
 _FROM = (0, *(most + 1 for most in launches.ROWS))
 RECORDS = (
+    *streamed.records(),
     *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),
     _MANY,
     _up_to(_FROM[-1], None),

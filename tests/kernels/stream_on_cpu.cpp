@@ -3,8 +3,8 @@
 // "stream.inc" is the kernel's source without the functions that are PTX, which are written here in C++. What they are
 // given is checked (alignment, room in shared memory, arrivals at barriers), w and x end in front of a page that may
 // not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, how x lies (0 in
-// row-major order, 1 with gaps of 16 bytes between rows, 2 every second element), and of a plan (`Plan` in records.py)
-// the kernel's arguments, how many blocks there are, and bytes of shared memory.
+// row-major order, 1 with gaps of 16 bytes between rows, 2 every second element), and of a plan (`Plan` in
+// stream_plan.py) the kernel's arguments, the slots for scales, how many blocks there are, and bytes of shared memory.
 // Prints the largest error relative to 1 + |expected|, and a checksum of the first row.
 
 #include <sys/mman.h>
@@ -76,15 +76,23 @@ inline void barrier_wait(u32 barrier, u32 parity) {
 
 inline bool elected() { return lane_of() == 0; }
 inline u64 read_once_policy() { return 0; }
-inline void copy(u32 to, const Element* from, u32 bytes, u32 barrier) {
+inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
   memcpy(at(to), from, bytes);
   change(barrier, 0, -(i64)bytes);
 }
-inline void copy_once(u32 to, const Element* from, u32 bytes, u32 barrier, u64) { copy(to, from, bytes, barrier); }
-inline void store_shared(u32 to, Element value) {
-  CHECK(to + sizeof(Element) <= shared_bytes);
-  memcpy(at(to), &value, sizeof(Element));
+inline void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64) {
+  copy(to, from, bytes, barrier);
+}
+template <typename T>
+inline void store_shared(u32 to, T value) {
+  CHECK(to + sizeof value <= shared_bytes);
+  memcpy(at(to), &value, sizeof value);
+}
+template <size_t N>
+inline void load_words(u32 (&words)[N], u32 from) {
+  CHECK(from % sizeof words == 0 && from + sizeof words <= shared_bytes);
+  memcpy(words, at(from), sizeof words);
 }
 
 static float widened(Element value) {
@@ -99,6 +107,37 @@ static Element rounded(float value) {
   return std::isnan(value) ? 0x7fff : (Element)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// Numbers of few bits, and those of float16 that they are among, which are normal.
+static float of_float8(unsigned char bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+  return bits & 128 ? -size : size;
+}
+static u16 as_float16(float value) {
+  int exponent;
+  const float mantissa = frexpf(fabsf(value), &exponent);
+  const int bits = value == 0 ? 0 : (exponent + 14) << 10 | ((int)(mantissa * 2048) & 1023);
+  return value < 0 ? bits | 0x8000 : bits;
+}
+static float of_float16(u16 bits) {
+  const float size = bits & 0x7c00 ? ldexpf(1024 + (bits & 1023), (bits >> 10 & 31) - 25) : 0;
+  return bits & 0x8000 ? -size : size;
+}
+inline u32 float16_of_float8(u32 word, int half) {
+  const u32 pair = word >> 16 * half;
+  return as_float16(of_float8(pair)) | (u32)as_float16(of_float8(pair >> 8)) << 16;
+}
+inline u32 elements_of_float8(u32 word, int half) {
+  const u32 pair = word >> 16 * half;
+  return rounded(of_float8(pair)) | (u32)rounded(of_float8(pair >> 8)) << 16;
+}
+inline u32 elements_of_nibbles(u32 word, int i, int offset) {
+  const int low = word >> 4 * i & 15, high = word >> (4 * i + 16) & 15;
+  return rounded(low - offset) | (u32)rounded(high - offset) << 16;
+}
+inline u32 lower_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
+inline u32 upper_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000); }
+
 static u32 addresses[10][32], given_a[10][32][4], given_b[10][32][2];
 inline void load_matrices(u32 (&to)[4], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
@@ -107,7 +146,7 @@ inline void load_matrices(u32 (&to)[4], u32 from) {
   for (int i = 0; i < 4; i++) memcpy(&to[i], at(addresses[warp_of()][8 * i + lane_of() / 4]) + lane_of() % 4 * 4, 4);
   __syncwarp();
 }
-inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+static void multiply_add_of(float (*value)(u16), float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   const u32 warp = warp_of(), lane = lane_of(), b[2] = {b0, b1};
   memcpy(given_a[warp][lane], a, sizeof a);
   memcpy(given_b[warp][lane], b, sizeof b);
@@ -117,10 +156,16 @@ inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     for (int k = 0; k < 16; k++) {    // a pair of neighbouring k is a register
       const u32 from_a = given_a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
       const u32 from_b = given_b[warp][column * 4 + k % 8 / 2][k / 8] >> k % 2 * 16;
-      sums[j] += widened((Element)from_a) * widened((Element)from_b);
+      sums[j] += value((u16)from_a) * value((u16)from_b);
     }
   }
   __syncwarp();
+}
+inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  multiply_add_of(widened, sums, a, b0, b1);
+}
+inline void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  multiply_add_of(of_float16, sums, a, b0, b1);
 }
 
 static int num_waiting;
@@ -135,29 +180,78 @@ inline void sync_multiplying_warps() { of_multiplying_warps.arrive_and_wait(); }
 
 #include "stream.inc"
 
-// Normal numbers that end where memory does.
-static Element* drawn(size_t count, float scale) {
-  static std::mt19937 generator(1);
-  const size_t page = 4096, bytes = count * sizeof(Element), pages = (bytes + page - 1) / page * page;
+static std::mt19937 generator(1);
+
+// Memory that ends where it may not be read any more.
+template <typename T>
+static T* at_the_end(size_t count) {
+  const size_t page = 4096, bytes = count * sizeof(T), pages = (bytes + page - 1) / page * page;
   char* begin = (char*)mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   CHECK(begin != MAP_FAILED && mprotect(begin + pages, page, PROT_NONE) == 0);
-  Element* made = (Element*)(begin + pages - bytes);
+  return (T*)(begin + pages - bytes);
+}
+
+static Element* drawn(size_t count, float scale) {
+  Element* made = at_the_end<Element>(count);
   std::normal_distribution<float> normal;
   for (size_t i = 0; i < count; i++) made[i] = rounded(normal(generator) * scale);
   return made;
 }
 
+static unsigned char* drawn_bytes(size_t count) {
+  unsigned char* made = at_the_end<unsigned char>(count);
+  for (size_t i = 0; i < count; i++)
+    do made[i] = generator() >> 8;
+    while (BITS == 8 && (made[i] & 0x7f) == 0x7f);    // not a number
+  return made;
+}
+
+// Scales of which so many make a sum about 1.
+static float* drawn_scales(size_t count, float size) {
+  float* made = at_the_end<float>(count);
+  std::uniform_real_distribution<float> uniform(0.5f * size, 1.5f * size);
+  for (size_t i = 0; i < count; i++) made[i] = uniform(generator);
+  return made;
+}
+
 int main(int, char** given) {
   const int rows = atoi(given[1]), outputs = atoi(given[2]), inputs = atoi(given[3]), lies = atoi(given[4]);
-  int plan[6];
-  for (int i = 0; i < 6; i++) plan[i] = atoi(given[5 + i]);
+  int plan[7];
+  for (int i = 0; i < 7; i++) plan[i] = atoi(given[5 + i]);
   const int columns = outputs / HALVES, residual_stride = columns + 5;
-  gridDim.x = atoi(given[11]);
-  shared_bytes = atoi(given[12]);
-  const i64 stride = lies == 2 ? 2 : 1, row_stride = lies == 0 ? inputs : lies == 1 ? inputs + 8 : 2 * inputs + 3;
+  gridDim.x = atoi(given[12]);
+  shared_bytes = atoi(given[13]);
+  const i64 stride = lies == 2 ? 2 : 1;
+  const i64 row_stride = lies == 0 ? inputs : lies == 1 ? inputs + 16 / sizeof(Input) : 2 * inputs + 3;
+  const size_t x_count = (rows - 1) * row_stride + (inputs - 1) * stride + 1;
+#ifdef IN_FEW_BITS
+#ifdef GROUP
+  const int groups = inputs / GROUP;
+#else
+  const int groups = 1;
+#endif
+  const size_t num_scales = (size_t)(outputs + SCALED_ROWS - 1) / SCALED_ROWS * groups;
+  const float size = (BITS == 8 ? 1 / 120.0f : 1 / 8.0f) / sqrtf(inputs);
+  const unsigned char* w = drawn_bytes((size_t)outputs * inputs / 8 * BITS);
+#if SCALE_BYTES == 4
+  const float* scales = drawn_scales(num_scales, size);
+#else
+  const Element* scales = drawn(num_scales, size);
+#endif
+#else
   const Element* w = drawn((size_t)outputs * inputs, 1 / sqrtf(inputs));
+#endif
+  generator.seed(2);    // the first row of x is the same, however many there are
+#ifdef X_FLOAT8
+  const Input* x = drawn_bytes(x_count);
+  generator.seed(3);
+  const float* x_scales = drawn_scales((size_t)rows * groups, 1 / 120.0f);
+#else
+  const Input* x = drawn(x_count, 1);
+  [[maybe_unused]] const float* x_scales = nullptr;
+#endif
+  generator.seed(4);
   const Element* bias = drawn(outputs, 1);
-  const Element* x = drawn((rows - 1) * row_stride + (inputs - 1) * stride + 1, 1);
   const Element* residual = drawn((size_t)rows * residual_stride, 1);
   const size_t beyond = 64;
   std::vector<Element> y((size_t)rows * columns + beyond, 0x7fff);
@@ -171,17 +265,46 @@ int main(int, char** given) {
     for (unsigned i = 0; i < THREADS; i++)
       fibers::add([=, &y] {
         stream_linear(
-            y.data(), x, w, bias, residual, row_stride, stride, residual_stride, rows, outputs, inputs, plan[0],
-            plan[1], plan[2], plan[3], plan[4], plan[5]);
+            y.data(), x, (const unsigned char*)w, bias, residual, row_stride, stride, residual_stride, rows, outputs,
+            inputs, plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]
+#ifdef IN_FEW_BITS
+            , plan[6], (const unsigned char*)scales, x_scales
+#endif
+        );
       });
     fibers::run();
     CHECK(num_waiting == THREADS - 32);    // all but the warp that asks for weights
   }
 
+  const auto weight = [&](int n, int k) {
+#ifdef IN_FEW_BITS
+    const i64 at = (i64)n * inputs + k;
+    const int scale = n / SCALED_ROWS * groups + k / (inputs / groups);
+#if SCALE_BYTES == 4
+    const float times = scales[scale];
+#else
+    const float times = widened(scales[scale]);
+#endif
+#ifdef FLOAT8
+    return of_float8(w[at]) * times;
+#else
+    return ((w[at / 2] >> at % 2 * 4 & 15) - OFFSET) * times;
+#endif
+#else
+    return widened(w[(i64)n * inputs + k]);
+#endif
+  };
+  const auto input = [&](int m, int k) {
+#ifdef X_FLOAT8
+    const int scale = X_SCALES * (m * groups + k / (inputs / groups));
+    return of_float8(x[m * row_stride + k * stride]) * x_scales[scale];
+#else
+    return widened(x[m * row_stride + k * stride]);
+#endif
+  };
   const auto product = [&](int m, int n) {
     double sum = 0;
-    for (int k = 0; k < inputs; k++)
-      sum += (double)widened(x[m * row_stride + k * stride]) * widened(w[(i64)n * inputs + k]);
+    for (int k = 0; k < inputs; k++) sum += (double)input(m, k) * weight(n, k);
 #ifdef BIAS
     sum += widened(bias[n]);
 #endif

@@ -18,7 +18,8 @@ from precast.kernels import cuda_source
 from precast.kernels.gated_activation.gated_activation import gated_activation
 from precast.kernels.gated_linear.records import RECORDS as GATED_RECORDS
 from precast.kernels.launch import Launched, as_function
-from precast.kernels.linear.records import LONG, MAX_ROWS, RECORDS, SHORT, Way, plan_of, stream
+from precast.kernels.linear.records import RECORDS, stream
+from precast.kernels.linear.stream_plan import LONG, MAX_ROWS, SHORT, SIXTEEN_BITS, Stored, Way, plan_of
 from precast.kernels.records import Record
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
@@ -111,10 +112,11 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
         return program
 
     def execute(
-        rows: int, outputs: int, inputs: int, blocks: int, way: Way, lies: int = 0, defines: str = ""
-    ) -> tuple[float, int]:
-        plan = plan_of(way, rows, outputs, inputs, is_gated="GATE" in defines, blocks=blocks)
-        numbers = (rows, outputs, inputs, lies, *plan.args, plan.grid, plan.shared_bytes)
+        rows: int, outputs: int, inputs: int, blocks: int, way: Way, lies: int = 0, defines: str = "",
+        stored: Stored = SIXTEEN_BITS,
+    ) -> tuple[float, int]:  # fmt: skip
+        plan = plan_of(way, rows, outputs, inputs, is_gated="GATE" in defines, blocks=blocks, stored=stored)
+        numbers = (rows, outputs, inputs, lies, *plan.args, plan.scale_slots, plan.grid, plan.shared_bytes)
         program = built(f"{defines} -DPASS={plan.tiles_a_pass}".strip())
         done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
@@ -158,6 +160,33 @@ def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable
     found |= {on_cpu(1, 20, 2080, blocks, way)[1] for blocks, way in ((2, LONG), (1, LONG._replace(room=150_000)))}
 
     assert len(found) == 1
+
+
+FLOAT8 = "-DFLOAT8 -DSTEP=128 -DSCALE_BYTES=4"
+ROUNDED = f"{FLOAT8} -DX_FLOAT8 -DX_SCALES=1"
+PACKED4 = "-DPACKED4 -DSCALED_ROWS=1"
+FEW_BITS = {
+    "float8": (f"{FLOAT8} -DSCALED_ROWS=1", Stored(8, 2, 128)),
+    "float8, one scale": (f"{FLOAT8} -DSCALED_ROWS=64", Stored(8, 2, 128)),
+    "float8 in blocks": (f"{FLOAT8} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 2, 128, 128, 4, True)),
+    "float8, rounded": (f"{ROUNDED} -DSCALED_ROWS=1", Stored(8, 1, 128)),
+    "float8, rounded, in blocks": (f"{ROUNDED} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 1, 128, 128, 4, True)),
+    "packed4": (f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2", Stored(4, 2, 128, 128, 2)),
+    "packed4, short": (f"{PACKED4} -DOFFSET=7 -DSTEP=64 -DGROUP=64 -DSCALE_BYTES=4", Stored(4, 2, 64, 64)),
+    "packed4 of rows": (f"{PACKED4} -DOFFSET=8 -DSTEP=64 -DSCALE_BYTES=2", Stored(4, 2, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", FEW_BITS)
+def test_source_on_a_cpu_of_weights_in_few_bits(on_cpu: Callable[..., tuple[float, int]], stored: str) -> None:
+    """A row has the same bits whatever the way, the grid, and the rows beside it."""
+    defines, lies = FEW_BITS[stored]
+    ways = ((1, 1, LONG), (7, 2, Way(piece=1024, kept_bytes=0, room=150_000)), (3, 1, SHORT))
+
+    found = [on_cpu(rows, 52, 3072, blocks, way, 0, f"{defines} -DBIAS", lies) for rows, blocks, way in ways]
+
+    assert all(error < 2**-8 for error, _ in found)
+    assert len({checksum for _, checksum in found}) == 1
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from precast.ir.ops import table as ops
 from precast.kernels.choices import Case, all_records, cases, records_of, resolve, workspace
 from precast.kernels.delta_rule import launches
 from precast.kernels.latent_attention.launches import FEW_TOKENS, SMALL_STEP
-from precast.kernels.linear.records import WAYS, workspace_bytes
+from precast.kernels.linear.records import workspace_bytes
+from precast.kernels.linear.stream_plan import WAYS
 from precast.kernels.measured import Machine, Measured, MeasuredProduct, Table
 from precast.kernels.records import Condition, Pointer, Record, Stride, nothing
 from precast.kernels.sources import digest, file_digest, kernel_sources, sources

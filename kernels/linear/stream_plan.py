@@ -1,0 +1,119 @@
+"""How the weight stream goes through its matrices, as `stream.cu` takes it: tiles, pieces, and shared memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MAX_ROWS = 8
+"""Rows of the input that a weight passes for: the columns of one mma. cuBLAS is as fast from about 16 on."""
+TILE = 16
+"""Rows of the weight that are multiplied together."""
+STEP = 32
+"""The input's width is a multiple of it, for weights of 16 bits."""
+THREADS = 320
+_WARPS = 8
+_PAD, _FLOAT32 = 16, 4
+"""Bytes behind a piece of a row of the weight, and of an input's scale."""
+_NUM_SMS = 132
+"""Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
+_SHARED_BYTES, _HEAD_BYTES = 227 << 10, 4480
+"""Shared memory that a block may have, and what lies in front of the ring: barriers, and sums of the warps."""
+_MOST_STAGES, _MOST_X_SLOTS, _MOST_TILES_A_PASS = 12, 8, 8
+
+
+class Way(NamedTuple):
+    """How the weight stream goes for some numbers of rows; the figures are the fastest that were measured.
+
+    `piece`: elements of a row that are copied at once. x is kept in shared memory if it takes no more than `kept_bytes`
+    and a block has `kept_from` tiles at least; else it is read again for every few tiles. `room` are bytes of shared
+    memory that are left to the kernels beside.
+    """
+
+    piece: int
+    kept_bytes: int
+    kept_from: int = 0
+    room: int = 0
+
+
+class Stored(NamedTuple):
+    """How the weight and x are stored: bits of the one's elements and bytes of the other's; and the run of inputs that
+    a warp multiplies at a time. `group`: neighbours in a row that have a scale of `scale_bytes`, if some have; each of
+    the weight's rows has such scales of its own, unless they are `shared` by those of a tile.
+    """
+
+    bits: int = 16
+    x_bytes: int = 2
+    step: int = STEP
+    group: int | None = None
+    scale_bytes: int = _FLOAT32
+    is_shared: bool = False
+
+    def tile_scales(self, inputs: int) -> int:
+        """Bytes of a tile's scales of groups."""
+        return 0 if self.group is None else (1 if self.is_shared else TILE) * (inputs // self.group) * self.scale_bytes
+
+    def x_scales(self, inputs: int) -> int:
+        """Bytes of the scales of groups of x, which it has if it is stored in few bits as well."""
+        return MAX_ROWS * (inputs // self.group) * _FLOAT32 if self.group is not None and self.x_bytes == 1 else 0
+
+
+SIXTEEN_BITS = Stored()
+
+
+class Plan(NamedTuple):
+    """What `stream.cu` takes of it, in this order; then how many tiles have their scales of groups in shared memory,
+    how many share one reading of x, how many blocks there are, and the shared memory that a block fills."""
+
+    tiles_each: int
+    tiles_more: int
+    piece: int
+    pieces: int
+    stages: int
+    x_slots: int
+    scale_slots: int
+    tiles_a_pass: int
+    grid: int
+    shared_bytes: int
+
+    @property
+    def args(self) -> tuple[int, ...]:
+        """The kernel's."""
+        return self[:6]
+
+
+def plan_of(
+    way: Way,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    *,
+    is_gated: bool,
+    blocks: int = _NUM_SMS,
+    stored: Stored = SIXTEEN_BITS,
+) -> Plan:
+    """The plan for up to so many rows, over as many blocks at most."""
+    num_tiles = -(-outputs // (1 + is_gated) // (TILE // (1 + is_gated)))
+    grid = min(blocks, num_tiles)
+    each, more = divmod(num_tiles, grid)
+    pieces = -(-inputs // way.piece)
+    turn = stored.step * _WARPS
+    piece = way.piece if pieces > 1 else -(-inputs // turn) * turn
+    most = each + (more > 0)
+    x_pitch = piece * stored.x_bytes + stored.x_bytes * 128 // stored.bits
+    fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * x_pitch <= way.kept_bytes
+    x_slots = pieces if pieces <= 2 or fits else 2
+    tiles = 1 if x_slots == pieces else 2 if most <= 2 else _MOST_TILES_A_PASS
+    around = _HEAD_BYTES + rows * x_slots * x_pitch + stored.x_scales(inputs)
+    stage, tile_scales = TILE * (piece * stored.bits // 8 + _PAD), stored.tile_scales(inputs)
+    for stages in range(min(_MOST_STAGES, most * pieces), 0, -1):
+        # A slot is free again when all pieces that follow its tile's in the ring have been asked for.
+        slots = min((-(-stages // (tiles * pieces)) + 1) * tiles, most) if tile_scales else 0
+        used = around + stages * stage + slots * tile_scales
+        if used <= _SHARED_BYTES - way.room:
+            return Plan(each, more, piece, pieces, stages, x_slots, slots, tiles, grid, used)
+    raise AssertionError(f"{way}: no stage of {stage} bytes fits beside {around}")
+
+
+LONG, SHORT = Way(piece=2048, kept_bytes=36 << 10, kept_from=3), Way(piece=1024, kept_bytes=72 << 10)
+WAYS: dict[int, Way] = {2: LONG, MAX_ROWS: SHORT}
+"""By the most rows that go this way."""
