@@ -272,8 +272,8 @@ class Product:
 class ScaledProduct(Product):
     """The same of float8_e4m3fn times scales, float32: y = (input * its scales) @ (weight * its scales).T + bias.
 
-    `dtype` is that of bias and result, and sums of 128 products at most are added up in float32. `scales` says what has
-    one together:
+    `dtype` is that of bias and result. The library's fast accumulation, which keeps sums in fewer digits, stays off.
+    `scales` says what has one together:
 
     - `one`: all of the input, all of the weight;
     - `rows`: a row of the input, and one of the weight: [rows] and [outputs] scales;
@@ -286,9 +286,7 @@ class ScaledProduct(Product):
     NVIDIA's documentation of cuBLAS ("Narrow Precision Data Types Usage").
     """
 
-    def __init__(
-        self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, scales: str
-    ) -> None:
+    def __init__(self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, scales: str) -> None:
         self._scales = scales
         super().__init__(
             dtype=dtype, outputs=outputs, inputs=inputs, bias=bias, workspace_bytes=workspace_bytes,
@@ -307,7 +305,9 @@ class ScaledProduct(Product):
         given = {"result": out, "input": input, "weight": weight, "bias": bias or 0, "weight's scales": weight_scales,
                  "input's scales": input_scales, "spare": spare or 0}  # fmt: skip
         if odd := [f"{name} {address:#x}" for name, address in given.items() if address % self._aligned_to(name)]:
-            raise RuntimeError(f"cuBLASLt multiplies float8 at multiples of {ALIGNED} bytes, and not at {', '.join(odd)}")
+            raise RuntimeError(
+                f"cuBLASLt multiplies float8 at multiples of {ALIGNED} bytes, and not at {', '.join(odd)}"
+            )
         rest = rows % BLOCK_ROWS if self._scales == "blocks" else 0
         whole = rows - rest
         if whole:
@@ -338,11 +338,11 @@ class ScaledProduct(Product):
         library proposes none for up to 256 rows of many inputs (pytorch/ao#4582), and yet has some that take them."""
         yield from super()._wanted(size)
         for rows in (size.rows, *_MORE_ROWS):
-            plan = self._unplanned(size._replace(rows=rows))
             for num_bytes, reductions in ((self._workspace_bytes, _IN_FLOAT32), (0, _NO_REDUCTION)):
-                for each in self._heuristic(plan, size.alignment, CANDIDATES, num_bytes, reductions):
-                    yield _Algorithm.from_buffer_copy(bytes(each.algorithm))
-            _destroy("MatrixLayout", plan.input, plan.out)
+                plan = self._unplanned(size._replace(rows=rows))
+                found = self._heuristic(plan, size.alignment, CANDIDATES, num_bytes, reductions)
+                _destroy("MatrixLayout", plan.input, plan.out)
+                yield from (_Algorithm.from_buffer_copy(bytes(each.algorithm)) for each in found)
 
     def _described(self, by_columns: bool) -> c_void_p:
         made = super()._described(by_columns)

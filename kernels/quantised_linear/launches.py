@@ -192,12 +192,13 @@ def _space(use: Use, most: int | None) -> _Space:
     rows, sizes, tile = numel(use.shape("input")[:-1]), _sizes(use), tile_of(use, most)
     groups = -(-sizes.inputs // INPUT_GROUP) if _activation(use) == "fp8_group" else 1
     width = 0 if not _is_rounded(use) else 1 if _is_exact(use) else use.width("input")
-    scales = _aligned(mul(width, rows, sizes.inputs))
-    parts = add(scales, _aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
+    scales = aligned(mul(width, rows, sizes.inputs))
+    parts = add(scales, aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
     return _Space(scales, parts, add(parts, mul(4 * tile.parts if tile.parts > 1 else 0, rows, sizes.outputs)))
 
 
-def _aligned(size: Expr) -> Expr:
+def aligned(size: Expr) -> Expr:
+    """What a part of a workspace takes that has so many bytes."""
     return mul(_ALIGNED, ceildiv(size, _ALIGNED))
 
 
@@ -215,7 +216,7 @@ def launches(most: int | None) -> Launches:
     """The input rounded, if it is; the product; and the sum of its parts, if there are some. For up to so many rows."""
 
     def made(use: Use) -> tuple[Launch, ...]:
-        first = (_round(use, most),) if _is_rounded(use) else ()
+        first = (rounding(use, _scales(use, most)),) if _is_rounded(use) else ()
         product = _awq(use, most) if use.constant("format") == "awq" else _product(use, most)
         return (*first, product, *((_sum(use, most),) if tile_of(use, most).parts > 1 else ()))
 
@@ -234,8 +235,11 @@ def _sum(use: Use, most: int | None) -> Launch:
     )
 
 
-def _round(use: Use, most: int | None) -> Launch:
-    """The input of few bits, and the scales of rows or groups."""
+def rounding(use: Use, scales: Pointer | None, *, by_groups: bool = False, spread: Pointer | None = None) -> Launch:
+    """The input of few bits, at the begin of the workspace, and the scales of its rows or groups, float32.
+
+    `by_groups`: those of one group lie together. `spread` gets the one scale of the weight for each output.
+    """
     rows, sizes, activation = rows_of(use, "input"), _sizes(use), _activation(use)
     has_pdl = use.target.capability >= (9, 0)
     kind = activation.partition("_")[0]
@@ -243,15 +247,17 @@ def _round(use: Use, most: int | None) -> Launch:
         group = block = power_of_two(max(sizes.inputs, INPUT_GROUP))
     else:
         group, block = INPUT_GROUP if activation == "fp8_group" else 0, _ROUNDED_AT_ONCE
-    space = _space(use, most)
     return Launch(
         f"{_KERNELS}:round_kernel",
         grid=(rows.total, -(-sizes.inputs // block)),
         args=(
-            _input(use), Pointer("workspace", "float32", space.scales) if group else None, Pointer("input"),
-            Pointer("input_scale") if use.has("input_scale") else None, rows.inner, *rows.strides, sizes.inputs,
+            _input(use), scales, Pointer("input"), Pointer("input_scale") if use.has("input_scale") else None, spread,
+            None if spread is None else Pointer("scales"), rows.inner, *rows.strides, sizes.inputs,
         ),
-        constants={"KIND": kind, "GROUP": group, "BLOCK": block, "PDL": has_pdl},
+        constants={
+            "KIND": kind, "GROUP": group, "BY_GROUPS": by_groups, "OUTPUTS": 0 if spread is None else sizes.outputs,
+            "BLOCK": block, "PDL": has_pdl,
+        },
         num_warps=max(4, min(block // 1024, 16)),
         pdl=has_pdl,
     )  # fmt: skip
@@ -267,9 +273,13 @@ def _input(use: Use) -> Pointer:
 
 def _input_scales(use: Use, most: int | None) -> tuple[str, Pointer | None]:
     kind = {"none": "none", "fp8_tensor": "one", "fp8_group": "steps"}.get(_activation(use), "row")
-    if kind == "one":
-        return kind, Pointer("input_scale")
-    return kind, None if kind == "none" else Pointer("workspace", "float32", _space(use, most).scales)
+    return kind, Pointer("input_scale") if kind == "one" else _scales(use, most)
+
+
+def _scales(use: Use, most: int | None) -> Pointer | None:
+    """Where the scales are that the rounded input has; None where it has none of its own."""
+    of_rows = _activation(use) not in ("none", "fp8_tensor")
+    return Pointer("workspace", "float32", _space(use, most).scales) if of_rows else None
 
 
 class _Common(NamedTuple):

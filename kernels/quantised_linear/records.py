@@ -1,4 +1,5 @@
-"""What computes linear layers whose weights are in few bits: Triton on GPUs, in half precision; else the definition.
+"""What computes linear layers whose weights are in few bits: Triton on GPUs, in half precision; for more rows cuBLASLt,
+where weights and rounded inputs are float8; else the definition.
 
 How Triton's kernels cut their work depends on how many tokens a step has. GPUs below compute capability 8.9 have no
 instructions for float8: there the definition dequantises such a weight for each product.
@@ -10,7 +11,7 @@ from typing import Any
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, mul, numel
-from precast.kernels.quantised_linear import launches
+from precast.kernels.quantised_linear import float8, launches
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.rows import has_rows
 from precast.kernels.use import Use, numbers
@@ -100,8 +101,39 @@ _MANY = Record(
         Condition("an input that isn't rounded, without gaps, with rows along one axis", _has_plain_rows),
     ),
 )  # fmt: skip
+
+
+def _float8(scales: float8.Scales, of: str, **capabilities: tuple[int, int]) -> Record:
+    """cuBLASLt's products of float8 with such scales; `of` says of what these are."""
+    return Record(
+        name=f"cublaslt.quantised_linear_of_float8_{scales}", op="precast.quantised_linear", kind="library 12.9",
+        devices=("cuda",), allocates=False, sizes={"T": (float8.LEAST_TOKENS, None)}, workspace=float8.workspace,
+        runs=float8.launches,
+        dtypes={
+            **dict.fromkeys(("input", "bias"), _HALF), "weight": ("float8_e4m3fn",), "scales": ("float32",),
+            "input_scale": ("float32",),
+        },
+        takes=(
+            Condition(f"a float8 weight and an input rounded to float8, with scales of {of}",
+                      lambda use: float8.scales_of(use) == scales),
+            Condition("inputs and outputs that are multiples of 16", float8.has_even_sizes),
+            Condition("params in row-major order, and a bias of the result's type", float8.lies_ready),
+            Condition("Triton, which rounds", lambda use: "triton" in use.target.kinds),
+            *_TRITON["takes"][3:],
+        ),
+        **capabilities,
+    )  # fmt: skip
+
+
+_HOPPER = {"min_capability": (9, 0), "max_capability": (9, 0)}
+_FLOAT8_RECORDS = (
+    _float8("one", "all", min_capability=_FLOAT8),
+    _float8("rows", "rows, or of all of one of them", **_HOPPER),
+    _float8("blocks", "128 inputs and of blocks of 128 x 128, a multiple of 4 in a row", **_HOPPER),
+)
 _FROM = (0, *(most + 1 for most in launches.ROWS))
 RECORDS = (
+    *_FLOAT8_RECORDS,
     *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),
     _MANY,
     _up_to(_FROM[-1], None),
