@@ -279,8 +279,8 @@ class ScaledProduct(Product):
     - `rows`: a row of the input, and one of the weight: [rows] and [outputs] scales;
     - `blocks`: `BLOCK` neighbours of a row of the input, whose scales are [inputs / BLOCK, whole] of the first `whole`
       rows, a multiple of `BLOCK_ROWS`, and behind these [inputs / BLOCK, BLOCK_ROWS] of the others, if there are some;
-      and `BLOCK` x `BLOCK` of the weight, whose scales are [outputs / BLOCK rounded up, inputs / BLOCK], a multiple of 4
-      in a row.
+      and `BLOCK` x `BLOCK` of the weight, whose scales are [outputs / BLOCK rounded up, inputs / BLOCK], a multiple of
+      4 in a row.
 
     Inputs and outputs are multiples of 16, all addresses too, and the input's rows have no gaps. Layouts are those of
     NVIDIA's documentation of cuBLAS ("Narrow Precision Data Types Usage").

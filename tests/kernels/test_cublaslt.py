@@ -266,7 +266,7 @@ def test_products_of_float8_by_hand(
 def test_addresses_of_float8_are_multiples_of_16(library: Callable[..., Any]) -> None:
     library()
 
-    with pytest.raises(RuntimeError, match="multiples of 16 bytes, and not at input 0x18, input's scales 0x34$"):
+    with pytest.raises(RuntimeError, match=r"multiples of 16 bytes, and not at input 0x18, input's scales 0x34$"):
         scaled("rows")(16, 24, 32, None, 48, 52, 0, None, 17, stream=0)
 
 
