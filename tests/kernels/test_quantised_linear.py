@@ -309,10 +309,8 @@ def test_what_the_kernels_do_not_take_is_the_definition_s() -> None:
         resolve(wide._replace(target=GPU.without_torch), {"T": 1})
 
 
-def test_a_step_of_one_of_two_ranks_is_launches() -> None:
-    """Of a graph over `tp`, without torch: each rank has half of the outputs."""
-    rows = symbols.mul(128, Apply("floordiv", (32, "tp")))
-    given = use("packed4 points", rows)
+def half_of(given: Use) -> Graph:
+    """The graph of a layer over `tp`, as the second of two ranks has it."""
     params = {name: each.type for name, each in given.operands.items() if name != "input"}
     graph = Graph(
         symbols=(Symbol("T", 1), Symbol("tp", 1)),
@@ -320,8 +318,15 @@ def test_a_step_of_one_of_two_ranks_is_launches() -> None:
         params=tuple(Param(name, kind, Read(name, kind.shape, kind.dtype)) for name, kind in params.items()),  # type: ignore[arg-type]
         constants=(), blocks=(), main=(given.node,), outputs={"out": "out.0"},
     )  # fmt: skip
+    return bound(graph, {"rank": 1, "tp": 2, "ep": 1})
 
-    half = bound(graph, {"rank": 1, "tp": 2, "ep": 1})
+
+HALVED = symbols.mul(128, Apply("floordiv", (32, "tp")))
+
+
+def test_a_step_of_one_of_two_ranks_is_launches() -> None:
+    """Of a graph over `tp`, without torch: each rank has half of the outputs."""
+    half = half_of(use("packed4 points", HALVED))
     (product, total), (values, library) = (
         next(iter(step_launches(half, GPU.without_torch, {"T": tokens}))).launches for tokens in (3, 300)
     )
@@ -330,6 +335,17 @@ def test_a_step_of_one_of_two_ranks_is_launches() -> None:
         "product_kernel", "sum_kernel", "dequantise_kernel", "Product",
     ]  # fmt: skip
     assert product.grid == (1, 2048 // 64, 8)
+
+
+@pytest.mark.parametrize(("weight", "activation"), [("fp8 rows", "fp8_token"), ("fp8 blocks", "fp8_group")])
+def test_float8_of_one_of_two_ranks_is_cublaslt_s(weight: str, activation: str) -> None:
+    half = half_of(use(weight, HALVED, activation=activation))
+    rounding, product = next(iter(step_launches(half, GPU.without_torch, {"T": 18}))).launches
+
+    assert rounding.launch.kernel.endswith(":round_kernel")
+    assert product.launch.constants["outputs"] == 2048
+    assert product.args[-1] == 18
+    assert (product.key, product.grid) == ("", (18, 1, 1))
 
 
 @pytest.mark.parametrize("weight", ALL)
