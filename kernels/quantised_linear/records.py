@@ -29,6 +29,7 @@ def _dequantised(use: Use) -> Expr:
 
 _FLOAT8 = (8, 9)
 """The compute capability from which on there are instructions for it."""
+_HOPPER = (9, 0)
 _LEAST_INPUTS = 16
 """What tensor cores sum at a time."""
 _MOST_OFFSET = 128
@@ -103,12 +104,14 @@ _MANY = Record(
 )  # fmt: skip
 
 
-def _float8(scales: float8.Scales, of: str, **capabilities: tuple[int, int]) -> Record:
+def _float8(
+    scales: float8.Scales, of: str, least: tuple[int, int] = _HOPPER, most: tuple[int, int] | None = _HOPPER
+) -> Record:
     """cuBLASLt's products of float8 with such scales; `of` says of what these are."""
     return Record(
         name=f"cublaslt.quantised_linear_of_float8_{scales}", op="precast.quantised_linear", kind="library 12.9",
-        devices=("cuda",), allocates=False, sizes={"T": (float8.LEAST_TOKENS, None)}, workspace=float8.workspace,
-        runs=float8.launches,
+        devices=("cuda",), min_capability=least, max_capability=most, allocates=False,
+        sizes={"T": (float8.LEAST_TOKENS, None)}, workspace=float8.workspace, runs=float8.launches,
         dtypes={
             **dict.fromkeys(("input", "bias"), _HALF), "weight": ("float8_e4m3fn",), "scales": ("float32",),
             "input_scale": ("float32",),
@@ -121,15 +124,13 @@ def _float8(scales: float8.Scales, of: str, **capabilities: tuple[int, int]) -> 
             Condition("Triton, which rounds", lambda use: "triton" in use.target.kinds),
             *_TRITON["takes"][3:],
         ),
-        **capabilities,
     )  # fmt: skip
 
 
-_HOPPER = {"min_capability": (9, 0), "max_capability": (9, 0)}
 _FLOAT8_RECORDS = (
-    _float8("one", "all", min_capability=_FLOAT8),
-    _float8("rows", "rows, or of all of one of them", **_HOPPER),
-    _float8("blocks", "128 inputs and of blocks of 128 x 128, a multiple of 4 in a row", **_HOPPER),
+    _float8("one", "all", _FLOAT8, None),
+    _float8("rows", "rows, or of all of one of them"),
+    _float8("blocks", "128 inputs and of blocks of 128 x 128, a multiple of 4 in a row"),
 )
 _FROM = (0, *(most + 1 for most in launches.ROWS))
 RECORDS = (
