@@ -35,6 +35,7 @@ from precast.kernels.launch import Launched, use_of_tensors
 from precast.kernels.quantised_linear import launches
 from precast.kernels.quantised_linear.launches import Tile
 from precast.kernels.quantised_linear.quantised_linear import quantised_linear
+from precast.kernels.records import Record
 from precast.kernels.use import Use
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -114,10 +115,15 @@ def input_of(rows: int, inputs: int, one: Format, device: str) -> torch.Tensor:
 
 
 def use_of(given: Arguments, capability: tuple[int, int]) -> Use:
-    """Of a layer whose input alone is made in a step."""
+    """Of params, but for the input."""
     use = use_of_tensors("precast.quantised_linear", 1, given)
     operands = {name: each._replace(is_activation=name == "input") for name, each in use.operands.items()}
     return use._replace(operands=operands, target=use.target._replace(device="cuda", capability=capability))
+
+
+def record_for(use: Use, rows: int, tile: Tile | None) -> Record:
+    """The first that takes it; of those with tiles, if one is given."""
+    return next(each for each in fitting(use, {"T": rows}) if tile is None or each.kind == "triton")
 
 
 def num_bytes(given: Mapping[str, Any]) -> int:
@@ -160,7 +166,7 @@ def compile_one(job: Job) -> str:
         given = {"input": input_of(rows, inputs, one, "meta"), **weight(one, outputs, inputs, "meta"),
                  "activation": one.activation}  # fmt: skip
         use = use_of(given, capability)
-        record = fitting(use, {"T": rows})[0]
+        record = record_for(use, rows, tile)
         tensors = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
         tensors["out.0"] = torch.empty(1, rows, outputs, dtype=one.dtype, device="meta")
         tensors["workspace"] = torch.empty(1 << 40, dtype=torch.uint8, device="meta")
@@ -200,7 +206,7 @@ class Layer:
         out = torch.empty(1, rows, self.outputs, dtype=self.one.dtype, device="cuda")
         given = [{"input": x, **copy, "activation": self.one.activation} for copy in self.copies]
         use = use_of(given[0], torch.cuda.get_device_capability())
-        record = fitting(use, {"T": rows})[0]
+        record = record_for(use, rows, tile)
         assert not isinstance(record.runs, str), record.name
         with choosing(tile):
             launched = Launched(record.runs(use), record.workspace(use))

@@ -153,6 +153,7 @@ def target_of(device: torch.device, table: Table | None = None) -> Target:
         "triton": can_launch and find_spec("triton") is not None,
         "cuda": can_launch,
         "library": can_launch and device.type == "cuda" and cublaslt.is_installed(),
+        "library 12.9": can_launch and device.type == "cuda" and cublaslt.has_scales(),
     }
     return target._replace(kinds=target.kinds - {kind for kind, is_there in has.items() if not is_there})
 

@@ -23,9 +23,10 @@ from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.measured import NOTHING, Table
 from precast.kernels.native import Native
 
-Kind = Literal["torch", "triton", "cuda", "library", "view", "group"]
-"""What an implementation needs to be installed; a view needs nothing: an address and strides are left of it. What a
-group of ranks computes, the group knows that a program is given."""
+Kind = Literal["torch", "triton", "cuda", "library", "library 12.9", "view", "group"]
+"""What an implementation needs to be installed: a library is cuBLASLt, of any version, or of 12.9 and later. A view
+needs nothing: an address and strides are left of it. What a group of ranks computes, the group knows that a program is
+given."""
 
 LONGEST = "longest sequence"
 """The symbol for the tokens of the longest sequence of a step, those of its cache among them. No graph has it."""
@@ -38,7 +39,7 @@ class Target(NamedTuple):
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int] = (0, 0)
     tp: int = 1
-    kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library", "view", "group"))
+    kinds: frozenset[Kind] = frozenset(("torch", "triton", "cuda", "library", "library 12.9", "view", "group"))
     table: Table = NOTHING
     native: Native | None = None
 

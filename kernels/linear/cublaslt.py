@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 VERSIONS = (13, 12)
 """Major versions of the library whose structures and attributes these are."""
+WITH_SCALES = 120900
+"""The version from which on it multiplies float8 with a scale for each row, and for blocks."""
 ALIGNED = 16
 """Bytes to which all addresses are multiples in most products; others take what asks for an element's."""
 CANDIDATES = 24
@@ -27,16 +29,30 @@ NEARBY = (Fraction(1), Fraction(1, 2), Fraction(2), Fraction(3, 4), Fraction(1, 
 """What is proposed for so many times the rows is tried too."""
 KEPT_SIZES = 64
 """For so many numbers of rows a product keeps what it made."""
+BLOCK, BLOCK_ROWS = 128, 4
+"""Inputs and outputs that have a scale together in `blocks`, and what the rows of such a product are a multiple of."""
 
 _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
-_TYPES = {"float32": (0, 4), "float16": (2, 2), "bfloat16": (14, 2)}
+_TYPES = {"float32": (0, 4), "float16": (2, 2), "bfloat16": (14, 2), "float8_e4m3fn": (28, 1)}
 """By element type what the library calls it, and its bytes. Sums and products are in float32: no TF32."""
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS_ADDRESS = 3, 4, 7, 8
 _TRANSPOSED, _PLUS_BIAS = 1, 4
+_SCALES_ADDRESSES, _SCALES_MODES = (17, 18), (31, 32)
+"""Of the weight and of the input, which are A and B."""
+_MODES = {"one": (0, 0), "rows": (3, 3), "blocks": (5, 4)}
+"""How the scales of weight and input lie. The library takes these pairs, and none of `one` and `rows`."""
 _WORKSPACE_BYTES, _REDUCTIONS, _FIRST_ALIGNMENT = 1, 3, 5
 _IN_FLOAT32 = 2
 """Sums of split products are kept in float32 and added in one order, not in the result's type or in place."""
+_NO_REDUCTION = 0
+_MORE_ROWS = (512, 1024, 2048)
+"""What is proposed for so many is tried, where nothing is for the rows that there are."""
 _ONE, _ZERO = c_float(1), c_float(0)
+_STATUSES = {
+    1: "not initialized", 3: "allocation failed", 7: "invalid value", 8: "architecture mismatch", 11: "mapping error",
+    13: "execution failed", 14: "internal error", 15: "not supported",
+}  # fmt: skip
+"""The names of `cublasStatus_t`."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -84,19 +100,24 @@ class Product:
     """
 
     def __init__(
-        self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, algorithms: str = "0"
-    ) -> None:
+        self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, algorithms: str = "0",
+        factors: str | None = None,
+    ) -> None:  # fmt: skip
+        """`factors`: the element type of input and weight; None: `dtype`, that of bias and result."""
         self._library, self._handle = _library(), _handle_here()
-        self._type, self._element_bytes = _TYPES[dtype]
+        self._dtypes = factors or dtype, dtype
+        self._type, self._element_bytes = _TYPES[factors or dtype]
+        self._out_type, self._out_bytes = _TYPES[dtype]
         self._outputs, self._inputs, self._has_bias = outputs, inputs, bias
         self._workspace_bytes = workspace_bytes
         measured_with, *pairs = algorithms.split()
         of_classes = {int(rows): data for rows, _, data in (pair.partition(":") for pair in pairs)}
         self._measured = of_classes if int(measured_with) == version() else {}
         self._products = [self._described(by_columns) for by_columns in (False, True)]
-        self._weight = self._matrix(inputs, outputs, inputs)
+        self._weight = self._matrix(self._type, inputs, outputs, inputs)
         self._plans: dict[_Size, _Plan] = {}
-        self._first: dict[_Size, _Algorithm] = {}
+        self._first: dict[_Size, _Algorithm | None] = {}
+        self._answer = 0
 
     def __call__(
         self, out: int, input: int, weight: int, bias: int | None, workspace: int, rows: int, row_stride: int,
@@ -168,7 +189,12 @@ class Product:
             chosen = plan._replace(algorithm=algorithm)
             if self._fits(chosen):
                 return chosen
-        return plan._replace(algorithm=self._first_choice(plan, size.alignment))
+        if found := self._first_choice(plan, size.alignment):
+            return plan._replace(algorithm=found)
+        raise RuntimeError(
+            f"cuBLASLt {version()} has no algorithm for this product: {size.rows} rows of {self._inputs} inputs, "
+            f"{self._outputs} outputs, {self._described_in_words()}; the last answer was {_named(self._answer)}"
+        )
 
     def _wanted(self, size: _Size) -> Iterator[_Algorithm]:
         """The class's algorithm: what was measured, and the first choice for the most rows of the class."""
@@ -180,19 +206,20 @@ class Product:
             plan = self._unplanned(of_class)
             self._first[of_class] = self._first_choice(plan, size.alignment)
             _destroy("MatrixLayout", plan.input, plan.out)
-        yield self._first[of_class]
+        if (first := self._first[of_class]) is not None:
+            yield first
 
-    def _first_choice(self, plan: _Plan, alignment: int) -> _Algorithm:
+    def _first_choice(self, plan: _Plan, alignment: int) -> _Algorithm | None:
         found = self._heuristic(plan, alignment, 1, self._workspace_bytes)
-        if not found:
-            raise RuntimeError("cuBLASLt has no algorithm for this product")
-        return _Algorithm.from_buffer_copy(bytes(found[0].algorithm))
+        return _Algorithm.from_buffer_copy(bytes(found[0].algorithm)) if found else None
 
-    def _heuristic(self, plan: _Plan, alignment: int, count: int, workspace_bytes: int) -> list[_Found]:
+    def _heuristic(
+        self, plan: _Plan, alignment: int, count: int, workspace_bytes: int, reductions: int = _IN_FLOAT32
+    ) -> list[_Found]:
         """Up to so many algorithms that fit such a workspace and addresses, in the library's order."""
         found, num_found, preference = (_Found * count)(), c_int(), _made("MatmulPreference")
         _set("MatmulPreference", preference, _WORKSPACE_BYTES, c_uint64(workspace_bytes))
-        _set("MatmulPreference", preference, _REDUCTIONS, c_uint32(_IN_FLOAT32))
+        _set("MatmulPreference", preference, _REDUCTIONS, c_uint32(reductions))
         for matrix in range(4):
             _set("MatmulPreference", preference, _FIRST_ALIGNMENT + matrix, c_uint32(alignment))
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
@@ -200,6 +227,7 @@ class Product:
             byref(num_found),
         )  # fmt: skip
         _destroy("MatmulPreference", preference)
+        self._answer = status
         return [each for each in found[: num_found.value] if each.state == 0] if status == 0 else []
 
     def _fits(self, plan: _Plan) -> bool:
@@ -214,12 +242,12 @@ class Product:
     def _unplanned(self, size: _Size) -> _Plan:
         """The plan of a size without an algorithm. The library has columns where input and result have rows."""
         shape = (size.rows, self._inputs) if size.by_columns else (self._inputs, size.rows)
-        input = self._matrix(*shape, max(size.stride, shape[0]) if size.rows == 1 else size.stride)
-        out = self._matrix(self._outputs, size.rows, self._outputs)
+        input = self._matrix(self._type, *shape, max(size.stride, shape[0]) if size.rows == 1 else size.stride)
+        out = self._matrix(self._out_type, self._outputs, size.rows, self._outputs)
         return _Plan(self._products[size.by_columns], input, out, _Algorithm())
 
-    def _matrix(self, rows: int, columns: int, stride: int) -> c_void_p:
-        return _made("MatrixLayout", c_int(self._type), c_uint64(rows), c_uint64(columns), c_int64(stride))
+    def _matrix(self, type: int, rows: int, columns: int, stride: int) -> c_void_p:
+        return _made("MatrixLayout", c_int(type), c_uint64(rows), c_uint64(columns), c_int64(stride))
 
     def _described(self, by_columns: bool) -> c_void_p:
         made = _made("MatmulDesc", c_int(_COMPUTE_FLOAT32), c_int(_FLOAT32))
@@ -231,10 +259,101 @@ class Product:
             _set("MatmulDesc", made, _BIAS_ADDRESS, c_uint64(ALIGNED))  # any, so that what is checked has one
         return made
 
+    def _described_in_words(self) -> str:
+        factors, out = self._dtypes
+        return f"{factors} into {out}{', with a bias' if self._has_bias else ''}, {self._workspace_bytes} bytes beside"
+
     def _forget(self) -> None:
         for plan in self._plans.values():
             _destroy("MatrixLayout", plan.input, plan.out)
         self._plans.clear()
+
+
+class ScaledProduct(Product):
+    """The same of float8_e4m3fn times scales, float32: y = (input * its scales) @ (weight * its scales).T + bias.
+
+    `dtype` is that of bias and result. The library's fast accumulation, which keeps sums in fewer digits, stays off.
+    `scales` says what has one together:
+
+    - `one`: all of the input, all of the weight;
+    - `rows`: a row of the input, and one of the weight: [rows] and [outputs] scales;
+    - `blocks`: `BLOCK` neighbours of a row of the input, whose scales are [inputs / BLOCK, whole] of the first `whole`
+      rows, a multiple of `BLOCK_ROWS`, and behind these [inputs / BLOCK, BLOCK_ROWS] of the others, if there are some;
+      and `BLOCK` x `BLOCK` of the weight, whose scales are [outputs / BLOCK rounded up, inputs / BLOCK], a multiple of
+      4 in a row.
+
+    Inputs and outputs are multiples of 16, all addresses too, and the input's rows have no gaps. Layouts are those of
+    NVIDIA's documentation of cuBLAS ("Narrow Precision Data Types Usage").
+    """
+
+    def __init__(self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, scales: str) -> None:
+        self._scales = scales
+        super().__init__(
+            dtype=dtype, outputs=outputs, inputs=inputs, bias=bias, workspace_bytes=workspace_bytes,
+            factors="float8_e4m3fn",
+        )  # fmt: skip
+
+    def __call__(  # type: ignore[override]
+        self, out: int, input: int, weight: int, bias: int | None, weight_scales: int, input_scales: int,
+        workspace: int, spare: int | None, rows: int, *, stream: int,
+    ) -> None:  # fmt: skip
+        """Multiply on a stream, captured or not. `spare`: in `blocks`, memory for a result of `BLOCK_ROWS` rows; the
+        rest of a number of rows is multiplied there, and copied. Input and scales are in memory for a multiple of it.
+
+        Raises RuntimeError with the library's status if it refuses, and for addresses that are no multiples of 16.
+        """
+        given = {"result": out, "input": input, "weight": weight, "bias": bias or 0, "weight's scales": weight_scales,
+                 "input's scales": input_scales, "spare": spare or 0}  # fmt: skip
+        if odd := [f"{name} {address:#x}" for name, address in given.items() if address % self._aligned_to(name)]:
+            raise RuntimeError(
+                f"cuBLASLt multiplies float8 at multiples of {ALIGNED} bytes, and not at {', '.join(odd)}"
+            )
+        rest = rows % BLOCK_ROWS if self._scales == "blocks" else 0
+        whole = rows - rest
+        if whole:
+            self._multiply(out, input, weight, bias, (weight_scales, input_scales), workspace, whole, stream)
+        if rest:
+            assert spare is not None, "blocks have memory beside the result"
+            last, scales = input + whole * self._inputs, input_scales + 4 * whole * (self._inputs // BLOCK)
+            self._multiply(spare, last, weight, bias, (weight_scales, scales), workspace, BLOCK_ROWS, stream)
+            row_bytes = self._out_bytes * self._outputs
+            _copy(out + whole * row_bytes, spare, rest * row_bytes, stream)
+
+    def _aligned_to(self, name: str) -> int:
+        return 4 if self._scales == "one" and name.endswith("scales") else ALIGNED
+
+    def _multiply(
+        self, out: int, input: int, weight: int, bias: int | None, scales: tuple[int, int], workspace: int, rows: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        plan = self.plan(_Size(rows, self._inputs))
+        for attribute, address in zip(_SCALES_ADDRESSES, scales, strict=True):
+            _set("MatmulDesc", plan.product, attribute, c_uint64(address))
+        if bias is not None:
+            _set("MatmulDesc", plan.product, _BIAS_ADDRESS, c_uint64(bias))
+        self.run(plan, out, input, weight, workspace, stream)
+
+    def _wanted(self, size: _Size) -> Iterator[_Algorithm]:
+        """As of other products; then what splits no sums, and what is proposed for more rows. With scales of rows, the
+        library proposes none for up to 256 rows of many inputs (pytorch/ao#4582), and yet has some that take them."""
+        yield from super()._wanted(size)
+        for rows in (size.rows, *_MORE_ROWS):
+            for num_bytes, reductions in ((self._workspace_bytes, _IN_FLOAT32), (0, _NO_REDUCTION)):
+                plan = self._unplanned(size._replace(rows=rows))
+                found = self._heuristic(plan, size.alignment, CANDIDATES, num_bytes, reductions)
+                _destroy("MatrixLayout", plan.input, plan.out)
+                yield from (_Algorithm.from_buffer_copy(bytes(each.algorithm)) for each in found)
+
+    def _described(self, by_columns: bool) -> c_void_p:
+        made = super()._described(by_columns)
+        for address, attribute, mode in zip(_SCALES_ADDRESSES, _SCALES_MODES, _MODES[self._scales], strict=True):
+            if mode:
+                _set("MatmulDesc", made, attribute, c_int32(mode))
+            _set("MatmulDesc", made, address, c_uint64(ALIGNED))  # any, so that what is checked has one
+        return made
+
+    def _described_in_words(self) -> str:
+        return f"{super()._described_in_words()}, scales of {self._scales}"
 
 
 def text_of(version: int, by_rows: Mapping[int, str]) -> str:
@@ -262,6 +381,12 @@ def is_installed() -> bool:
     except OSError:
         return False
     return True
+
+
+@cache
+def has_scales() -> bool:
+    """Whether a library is there that takes the scales of `ScaledProduct`."""
+    return is_installed() and version() >= WITH_SCALES
 
 
 @cache
@@ -326,7 +451,8 @@ def _made(kind: str, *args: Any) -> c_void_p:
 
 def _set(kind: str, of: c_void_p, attribute: int, value: Any) -> None:
     name = f"cublasLt{kind}SetAttribute"
-    _check(getattr(_library(), name)(of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value))), name)
+    status = getattr(_library(), name)(of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value)))
+    _check(status, f"{name} of attribute {attribute}, value {value.value},")
 
 
 def _destroy(kind: str, *objects: c_void_p) -> None:
@@ -334,6 +460,18 @@ def _destroy(kind: str, *objects: c_void_p) -> None:
         getattr(_library(), f"cublasLt{kind}Destroy")(each)
 
 
+def _copy(to: int, source: int, num_bytes: int, stream: int) -> None:
+    """Copy memory of the device, on a stream."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuMemcpyDtoDAsync_v2(c_uint64(to), c_uint64(source), c_size_t(num_bytes), c_void_p(stream))
+    if status:
+        raise RuntimeError(f"cuMemcpyDtoDAsync fails with the driver's status {status}")
+
+
 def _check(status: int, name: str) -> None:
     if status:
-        raise RuntimeError(f"{name} fails with status {status}")
+        raise RuntimeError(f"{name} fails with {_named(status)}")
+
+
+def _named(status: int) -> str:
+    return f"status {status} ({_STATUSES.get(status, 'success' if status == 0 else 'of another kind')})"

@@ -34,9 +34,10 @@ class Way(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """How the weight and x are stored: bits of the one's elements and bytes of the other's; and the run of inputs that
-    each of so many `warps` multiplies at a time. `group`: neighbours in a row that have a scale of `scale_bytes`, if some have; each of
-    the weight's rows has such scales of its own, unless they are `shared` by those of a tile.
+    """How the weight and x are stored: bits of the one's elements and bytes of the other's.
+
+    `step`: inputs that each of so many `warps` multiplies at a time. `group`: neighbours in a row that have a scale of
+    `scale_bytes`, if some have; each of the weight's rows has such scales of its own, unless tiles `share` them.
     """
 
     bits: int = 16
@@ -45,7 +46,7 @@ class Stored(NamedTuple):
     warps: int = 8
     group: int | None = None
     scale_bytes: int = _FLOAT32
-    is_shared: bool = False
+    share: bool = False
 
     @property
     def threads(self) -> int:
@@ -54,7 +55,7 @@ class Stored(NamedTuple):
 
     def tile_scales(self, inputs: int) -> int:
         """Bytes of a tile's scales of groups."""
-        return 0 if self.group is None else (1 if self.is_shared else TILE) * (inputs // self.group) * self.scale_bytes
+        return 0 if self.group is None else (1 if self.share else TILE) * (inputs // self.group) * self.scale_bytes
 
     def x_scales(self, inputs: int) -> int:
         """Bytes of the scales of groups of x, which it has if it is stored in few bits as well."""

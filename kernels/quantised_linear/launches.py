@@ -203,15 +203,16 @@ def rounded_bytes(use: Use) -> Expr:
     """What the input takes that is written anew, and its scales after it."""
     rows, sizes = numel(use.shape("input")[:-1]), _sizes(use)
     groups = -(-sizes.inputs // INPUT_GROUP) if _activation(use) == "fp8_group" else 1
-    return add(_values_bytes(use), _aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
+    return add(_values_bytes(use), aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
 
 
 def _values_bytes(use: Use) -> Expr:
     width = 0 if not _is_rounded(use) else 1 if _is_exact(use) else use.width("input")
-    return _aligned(mul(width, numel(use.shape("input")[:-1]), _sizes(use).inputs))
+    return aligned(mul(width, numel(use.shape("input")[:-1]), _sizes(use).inputs))
 
 
-def _aligned(size: Expr) -> Expr:
+def aligned(size: Expr) -> Expr:
+    """What a part of a workspace takes that has so many bytes."""
     return mul(_ALIGNED, ceildiv(size, _ALIGNED))
 
 
@@ -229,7 +230,7 @@ def launches(most: int | None) -> Launches:
     """The input rounded, if it is; the product; and the sum of its parts, if there are some. For up to so many rows."""
 
     def made(use: Use) -> tuple[Launch, ...]:
-        first = (rounding(use),) if _is_rounded(use) else ()
+        first = (rounding(use, own_scales(use)),) if _is_rounded(use) else ()
         product = _awq(use, most) if use.constant("format") == "awq" else _product(use, most)
         return (*first, product, *((_sum(use, most),) if tile_of(use, most).parts > 1 else ()))
 
@@ -248,8 +249,11 @@ def _sum(use: Use, most: int | None) -> Launch:
     )
 
 
-def rounding(use: Use) -> Launch:
-    """The input of few bits, and the scales of rows or groups, into the workspace."""
+def rounding(use: Use, scales: Pointer | None, *, by_groups: bool = False, spread: Pointer | None = None) -> Launch:
+    """The input of few bits, at the begin of the workspace, and the scales of its rows or groups, float32.
+
+    `by_groups`: those of one group lie together. `spread` gets the one scale of the weight for each output.
+    """
     rows, sizes, activation = rows_of(use, "input"), _sizes(use), _activation(use)
     has_pdl = use.target.capability >= (9, 0)
     kind = activation.partition("_")[0]
@@ -261,10 +265,13 @@ def rounding(use: Use) -> Launch:
         f"{_KERNELS}:round_kernel",
         grid=(rows.total, -(-sizes.inputs // block)),
         args=(
-            input_of(use), Pointer("workspace", "float32", _values_bytes(use)) if group else None, Pointer("input"),
-            Pointer("input_scale") if use.has("input_scale") else None, rows.inner, *rows.strides, sizes.inputs,
+            input_of(use), scales, Pointer("input"), Pointer("input_scale") if use.has("input_scale") else None, spread,
+            None if spread is None else Pointer("scales"), rows.inner, *rows.strides, sizes.inputs,
         ),
-        constants={"KIND": kind, "GROUP": group, "BLOCK": block, "PDL": has_pdl},
+        constants={
+            "KIND": kind, "GROUP": group, "BY_GROUPS": by_groups, "OUTPUTS": 0 if spread is None else sizes.outputs,
+            "BLOCK": block, "PDL": has_pdl,
+        },
         num_warps=max(4, min(block // 1024, 16)),
         pdl=has_pdl,
     )  # fmt: skip
@@ -281,9 +288,13 @@ def input_of(use: Use) -> Pointer:
 def input_scales_of(use: Use) -> tuple[str, Pointer | None]:
     """Of what the product reads: as the kernels' `INPUT_SCALES`, and where they are."""
     kind = {"none": "none", "fp8_tensor": "one", "fp8_group": "steps"}.get(_activation(use), "row")
-    if kind == "one":
-        return kind, Pointer("input_scale")
-    return kind, None if kind == "none" else Pointer("workspace", "float32", _values_bytes(use))
+    return kind, Pointer("input_scale") if kind == "one" else own_scales(use)
+
+
+def own_scales(use: Use) -> Pointer | None:
+    """Where the scales are that the rounded input has; None where it has none of its own."""
+    of_rows = _activation(use) not in ("none", "fp8_tensor")
+    return Pointer("workspace", "float32", _values_bytes(use)) if of_rows else None
 
 
 class _Common(NamedTuple):

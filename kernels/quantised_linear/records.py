@@ -1,5 +1,5 @@
-"""What computes linear layers whose weights are in few bits, in half precision on GPUs: for few rows the weight stream,
-on Hopper; else Triton. Everywhere else the definition.
+"""What computes linear layers whose weights are in few bits, in half precision on GPUs. Of few rows it is the weight
+stream, on Hopper; of many cuBLASLt, where weights and rounded inputs are float8; else Triton. Elsewhere the definition.
 
 How Triton's kernels cut their work depends on how many tokens a step has. GPUs below compute capability 8.9 have no
 instructions for float8: there the definition dequantises such a weight for each product.
@@ -11,7 +11,7 @@ from typing import Any
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, mul, numel
-from precast.kernels.quantised_linear import launches, streamed
+from precast.kernels.quantised_linear import float8, launches, streamed
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.rows import has_rows
 from precast.kernels.use import Use, numbers
@@ -29,6 +29,7 @@ def _dequantised(use: Use) -> Expr:
 
 _FLOAT8 = (8, 9)
 """The compute capability from which on there are instructions for it."""
+_HOPPER = (9, 0)
 _LEAST_INPUTS = 16
 """What tensor cores sum at a time."""
 _MOST_OFFSET = 128
@@ -96,9 +97,40 @@ _MANY = Record(
         Condition("an input that isn't rounded, without gaps, with rows along one axis", _has_plain_rows),
     ),
 )  # fmt: skip
+
+
+def _float8(
+    scales: float8.Scales, of: str, least: tuple[int, int] = _HOPPER, most: tuple[int, int] | None = _HOPPER
+) -> Record:
+    """cuBLASLt's products of float8 with such scales; `of` says of what these are."""
+    return Record(
+        name=f"cublaslt.quantised_linear_of_float8_{scales}", op="precast.quantised_linear", kind="library 12.9",
+        devices=("cuda",), min_capability=least, max_capability=most, allocates=False,
+        sizes={"T": (float8.LEAST_TOKENS, None)}, workspace=float8.workspace, runs=float8.launches,
+        dtypes={
+            **dict.fromkeys(("input", "bias"), _HALF), "weight": ("float8_e4m3fn",), "scales": ("float32",),
+            "input_scale": ("float32",),
+        },
+        takes=(
+            Condition(f"a float8 weight and an input rounded to float8, with scales of {of}",
+                      lambda use: float8.scales_of(use) == scales),
+            Condition("inputs and outputs that are multiples of 16", float8.has_even_sizes),
+            Condition("params in row-major order, and a bias of the result's type", float8.lies_ready),
+            Condition("Triton, which rounds", lambda use: "triton" in use.target.kinds),
+            *_TRITON["takes"][3:],
+        ),
+    )  # fmt: skip
+
+
+_FLOAT8_RECORDS = (
+    _float8("one", "all", _FLOAT8, None),
+    _float8("rows", "rows, or of all of one of them"),
+    _float8("blocks", "128 inputs and of blocks of 128 x 128, a multiple of 4 in a row"),
+)
 _FROM = (0, *(most + 1 for most in launches.ROWS))
 RECORDS = (
     *streamed.records(),
+    *_FLOAT8_RECORDS,
     *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),
     _MANY,
     _up_to(_FROM[-1], None),

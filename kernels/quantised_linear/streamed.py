@@ -116,7 +116,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip
-    return (*((launches.rounding(use),) if _is_rounded(use) else ()), product)
+    return (*((launches.rounding(use, launches.own_scales(use)),) if _is_rounded(use) else ()), product)
 
 
 def _counts(use: Use, most: int) -> bool:

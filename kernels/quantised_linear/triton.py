@@ -22,6 +22,8 @@ from precast.kernels.triton_chain import wait_for_previous
 
 _INPUT_GROUP = tl.constexpr(128)
 """Inputs that have a scale together where the input has scales in `steps`: `INPUT_GROUP` of the launches."""
+_BLOCK_ROWS = tl.constexpr(4)
+"""What the rows of cuBLASLt's products in blocks are a multiple of: `BLOCK_ROWS` of `linear/cublaslt.py`."""
 
 
 @triton.jit
@@ -39,6 +41,8 @@ def round_kernel(  # type: ignore[no-untyped-def]
     scales_ptr,
     x_ptr,
     scale_ptr,
+    spread_ptr,
+    weight_scale_ptr,
     inner,
     stride_o,
     stride_i,
@@ -46,13 +50,17 @@ def round_kernel(  # type: ignore[no-untyped-def]
     inputs,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A row, or a part of it of BLOCK inputs, divided by its scale and rounded, into rows without gaps.
 
-    KIND: `fp8`, `int8`, or `none` for a copy. A scale for each GROUP inputs goes to `scales_ptr` [rows, groups];
-    without GROUP it is the one that `scale_ptr` has.
+    KIND: `fp8`, `int8`, or `none` for a copy. A scale for each GROUP inputs goes to `scales_ptr` [rows, groups], or
+    BY_GROUPS, as `ScaledProduct` wants them: [groups, rows] of a multiple of `_BLOCK_ROWS`, and then [groups,
+    _BLOCK_ROWS] of the others. Without GROUP it is the one that `scale_ptr` has, which each row gets in `scales_ptr`,
+    if that is given. `spread_ptr` [OUTPUTS] gets the one scale of the weight for each output.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -67,11 +75,18 @@ def round_kernel(  # type: ignore[no-untyped-def]
             scale = tl.div_rn(tl.max(tl.abs(groups), 1), tl.full((BLOCK // GROUP,), MOST, tl.float32))
             group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             count = (inputs + GROUP - 1) // GROUP
-            tl.store(scales_ptr + row * count + group, scale, mask=group < count)
+            if BY_GROUPS:
+                whole = tl.num_programs(0) // _BLOCK_ROWS * _BLOCK_ROWS
+                of_rest = whole * count + group * _BLOCK_ROWS + (row - whole)
+                tl.store(scales_ptr + tl.where(row < whole, group * whole + row, of_rest), scale, mask=group < count)
+            else:
+                tl.store(scales_ptr + row * count + group, scale, mask=group < count)
             divisor = tl.where(scale == 0, 1.0, scale)
             x = tl.reshape(tl.div_rn(groups, tl.broadcast_to(divisor[:, None], groups.shape)), (BLOCK,))
         else:
             scale = tl.load(scale_ptr).to(tl.float32)
+            if scales_ptr is not None:
+                tl.store(scales_ptr + row, scale, mask=tl.program_id(1) == 0)
             x = tl.div_rn(x, tl.full((BLOCK,), 1.0, tl.float32) * tl.where(scale == 0, 1.0, scale))
         if KIND == "fp8":
             x = _on_float8s_grid(tl.clamp(x, -448.0, 448.0)).to(tl.float8e4nv)
@@ -81,6 +96,11 @@ def round_kernel(  # type: ignore[no-untyped-def]
             # beyond 2^23 float32 has integers alone: what is added rounds to nearest even
             x = tl.clamp((x + 12582912.0) - 12582912.0, -128.0, 127.0).to(rounded_ptr.dtype.element_ty)
     tl.store(rounded_ptr + row * inputs + k, x, mask=k < inputs)
+    if OUTPUTS:
+        of_all = tl.load(weight_scale_ptr)
+        for start in range(tl.program_id(0) * BLOCK, OUTPUTS, tl.num_programs(0) * BLOCK):
+            n = start + tl.arange(0, BLOCK)
+            tl.store(spread_ptr + n, tl.broadcast_to(of_all, n.shape), mask=n < OUTPUTS)
 
 
 @triton.jit

@@ -190,6 +190,8 @@ def target_of(device: DriverDevice, opened: Bundle, options: LoadOptions) -> Tar
     installed."""
     table = _table(opened, device) if options.table is None else options.table
     found = GPU._replace(capability=device.capability, table=table_of(device.model) if table is None else table)
+    if not cublaslt.has_scales():
+        found = found._replace(kinds=found.kinds - {"library 12.9"})
     if not cublaslt.is_installed():
         found = found._replace(kinds=found.kinds - {"library"})
     return found.without_torch

@@ -21,8 +21,9 @@ from precast.ir.ops.rows_tokens import QUANTISED_INPUTS
 from precast.kernels.choices import fitting
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.launch import Launched, as_function, use_of_tensors
+from precast.kernels.quantised_linear import float8
 from precast.kernels.quantised_linear.launches import dequantised
-from precast.kernels.quantised_linear.quantised_linear import QUANTISED_LINEAR, quantised_linear
+from precast.kernels.quantised_linear.quantised_linear import QUANTISED_LINEAR, quantise_input, quantised_linear
 from precast.kernels.records import Pointer, Record
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -155,6 +156,56 @@ def test_values_are_the_definitions(format: str, dtype: torch.dtype) -> None:
                                     weight=sample["weight"], scales=sample["scales"]))  # fmt: skip
     expected = expected.t() if format.startswith(("awq", "gptq")) else expected
     torch.testing.assert_close(values, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 4, 18])
+@pytest.mark.parametrize(
+    ("activation", "block", "lie_as"),
+    [
+        ("fp8_tensor", (208, 1536), "one"), ("fp8_tensor", (1, 1536), "rows"), ("fp8_token", (1, 1536), "rows"),
+        ("fp8_token", (208, 1536), "rows"), ("fp8_group", (128, 128), "blocks"),
+    ],
+)  # fmt: skip
+def test_what_cublaslt_is_given(activation: str, block: tuple[int, int], lie_as: str, rows: int) -> None:
+    """The input rounded, its scales, and one scale of the weight for each output, where the launch says that they are:
+    together they are the definition's."""
+    draw = Draw(torch.float16, DEVICE)
+    scale = draw.uniform(1, low=0.004, high=0.008, dtype=torch.float32) if activation == "fp8_tensor" else None
+    x = draw.normal(1, rows, 2 * 1536)[..., 1::2]
+    x[0, 1] = 0
+    weight = quantised.fp8(draw, 208, 1536, block)
+    sample = quantised.call(x, weight, input_scale=scale, activation=activation)
+    use = use_of_tensors("precast.quantised_linear", 1, sample)
+    assert float8.scales_of(use) == lie_as
+    rounding, product = float8.launches(use)
+    memory = torch.full((int(float8.workspace(use)),), 0x7F, dtype=torch.uint8, device=DEVICE)  # of NaN
+
+    args = tuple(
+        arg._replace(tensor="out.0") if isinstance(arg, Pointer) and arg.tensor == "workspace" else arg
+        for arg in rounding.args
+    )
+    Launched([rounding._replace(args=args)])(**{name: x for name, x in sample.items() if x is not None}, out=memory)
+
+    def held(arg: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """What an argument of the product begins with."""
+        if arg.tensor != "workspace":
+            found: torch.Tensor = sample[arg.tensor].flatten()[:count]
+            return found
+        return memory[arg.offset :].view(dtype)[:count]
+
+    _, input, _, _, of_weight, of_input, *_ = product.args
+    found = held(input, rows * 1536, torch.float8_e4m3fn).view(rows, 1536).float()
+    if lie_as == "blocks":
+        whole = rows // 4 * 4
+        scales = held(of_input, 12 * -(-rows // 4) * 4, torch.float32)
+        parts = (scales[: 12 * whole].view(12, whole), scales[12 * whole :].view(12, -1)[:, : rows - whole])
+        found = found * torch.cat(parts, 1).t().repeat_interleave(128, 1)
+    else:
+        found = found * held(of_input, 1 if lie_as == "one" else rows, torch.float32).view(-1, 1)
+        weights = weight["scales"].flatten().expand(1 if lie_as == "one" else 208)
+        assert torch.equal(held(of_weight, len(weights), torch.float32), weights)
+    expected = quantise_input(x[0].float(), activation, scale)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("inputs", [96, 256])

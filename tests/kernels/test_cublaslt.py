@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from cublaslt_by_hand import CublasLt
+from op_samples import quantised
+from op_samples.draw import Draw, Sample
 from torch.nn import functional
 
 from precast.ir.graph.schema import Node, Ref, TensorType, Value
 from precast.kernels.gated_linear.records import RECORDS as GATED
 from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear import cublaslt
-from precast.kernels.linear.cublaslt import Product, class_of, text_of
+from precast.kernels.linear.cublaslt import Product, ScaledProduct, class_of, text_of
 from precast.kernels.linear.records import RECORDS, product, workspace_bytes
 from precast.kernels.measured import Machine, MeasuredProduct, Table
+from precast.kernels.quantised_linear.quantised_linear import quantised_linear
+from precast.kernels.quantised_linear.records import RECORDS as QUANTISED
 from precast.kernels.use import GPU, Use, use_of
 
 RECORD = next(record for record in RECORDS if record.name == "cublaslt.linear")
@@ -214,6 +218,78 @@ def test_few_sizes_are_kept(library: Callable[..., Any]) -> None:
     assert len(found.ran) == 300
 
 
+# --- float8 and its scales, by hand ------------------------------------------------------------------------------
+
+SCALES = ("one", "rows", "blocks")
+CPU = Draw(torch.float32, torch.device("cpu"))
+
+
+def scaled(scales: str, *, outputs: int = 144, inputs: int = 512, bias: bool = False) -> ScaledProduct:
+    return ScaledProduct(
+        dtype="float16", outputs=outputs, inputs=inputs, bias=bias, workspace_bytes=4096, scales=scales
+    )
+
+
+def in_groups(scales: torch.Tensor, whole: int) -> torch.Tensor:
+    """Scales [rows, groups] as `blocks` has them: of the first rows, then of the others with memory for 4."""
+    first, rest = scales[:whole], torch.nn.functional.pad(scales[whole:], (0, 0, 0, -len(scales) % 4), value=torch.nan)
+    return torch.cat([first.t().reshape(-1), rest.t().reshape(-1)])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("rows", [1, 4, 17, 20, 23])
+@pytest.mark.parametrize("scales", SCALES)
+def test_products_of_float8_by_hand(
+    library: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, scales: str, rows: int, bias: bool
+) -> None:
+    """Also of what is no multiple of 4, which blocks are; nothing is written after the result."""
+    library()
+    monkeypatch.setattr(cublaslt, "_copy", lambda to, source, count, stream: ctypes.memmove(to, source, count))
+    x, weight = quantised.float8(CPU, 24, 512, scale=1.0), quantised.float8(CPU, 144, 512, scale=1.0)
+    shapes = {"one": ((1, 1), (1, 1)), "rows": ((rows, 1), (144, 1)), "blocks": ((rows, 4), (2, 4))}[scales]
+    of_input, of_weight = (CPU.uniform(*shape, low=0.01, high=0.05) for shape in shapes)
+    added = CPU.normal(144).half() if bias else None
+    given = in_groups(of_input, rows // 4 * 4) if scales == "blocks" else of_input.clone()
+    y, spare = (torch.full((count, 144), torch.nan, dtype=torch.float16) for count in (rows + 1, 4))
+    addresses = [each.data_ptr() for each in (y, x, weight)]
+    after = [of_weight.data_ptr(), given.data_ptr(), 0, spare.data_ptr() if scales == "blocks" else None]
+
+    scaled(scales, bias=bias)(*addresses, None if added is None else added.data_ptr(), *after, rows, stream=0)
+
+    spread = [each.repeat_interleave(128, 1) if scales == "blocks" else each for each in (of_input, of_weight)]
+    of_blocks = spread[1].repeat_interleave(128, 0)[:144] if scales == "blocks" else spread[1]
+    expected = (x[:rows].float() * spread[0]) @ (weight.float() * of_blocks).t() + (0 if added is None else added)
+    torch.testing.assert_close(y[:rows], expected.half(), rtol=2e-3, atol=2e-3)
+    assert y[rows].isnan().all()
+
+
+def test_addresses_of_float8_are_multiples_of_16(library: Callable[..., Any]) -> None:
+    library()
+
+    with pytest.raises(RuntimeError, match=r"multiples of 16 bytes, and not at input 0x18, input's scales 0x34$"):
+        scaled("rows")(16, 24, 32, None, 48, 52, 0, None, 17, stream=0)
+
+
+def test_what_is_tried_where_few_rows_have_no_proposal(library: Callable[..., Any]) -> None:
+    """What splits no sums, and what is proposed for more rows."""
+    found = library(proposed=lambda algorithm, rows, workspace: rows > 256 and algorithm == OTHER)
+    plan = scaled("rows").plan(cublaslt._Size(17, 512))
+
+    assert plan.algorithm.data[0] == OTHER
+    assert [(each[1], each[3]) for each in found.asked] == [(4096, 2), (4096, 2), (0, 0), (4096, 2)]
+    assert found.num_matrices == 3
+
+
+def test_where_nothing_fits_float8_the_question_is_said(library: Callable[..., Any]) -> None:
+    library(takes=lambda algorithm, rows: False)
+    said = (
+        "17 rows of 512 inputs, 144 outputs, float8_e4m3fn into float16, with a bias, 4096 bytes beside, scales of rows"
+    )
+
+    with pytest.raises(RuntimeError, match=rf"no algorithm for this product: {said}; the last answer was status 0"):
+        scaled("rows", bias=True).plan(cublaslt._Size(17, 512))
+
+
 # --- against NVIDIA's, without a GPU -----------------------------------------------------------------------------
 
 
@@ -227,6 +303,14 @@ def test_the_library_takes_all_attributes(monkeypatch: pytest.MonkeyPatch, bias:
     assert made.candidates(9) == []
     assert cublaslt.version() >= 120000
     assert (ctypes.sizeof(cublaslt._Algorithm), ctypes.sizeof(cublaslt._Found)) == (64, 96)
+
+
+@pytest.mark.skipif(not cublaslt.has_scales(), reason="cuBLASLt 12.9 is not installed")
+@pytest.mark.parametrize("scales", SCALES)
+def test_the_library_takes_the_scales(monkeypatch: pytest.MonkeyPatch, scales: str) -> None:
+    monkeypatch.setattr(cublaslt, "_handle_here", ctypes.c_void_p)
+
+    assert scaled(scales, bias=True).candidates(17) == []
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
@@ -359,3 +443,78 @@ def test_what_is_tuned_is_what_runs(gpu: torch.device) -> None:
 
         assert bytes(made.plan(cublaslt._Size(rows, 1024)).algorithm).hex() == found.product.algorithm
         torch.testing.assert_close(y, exact(x, weight, bias), rtol=1e-2, atol=1e-2)
+
+
+FLOAT8: dict[str, tuple[str, str, tuple[int, int] | None]] = {
+    # name: the record's, how the input is rounded, and the weight's block; None: all of it
+    "tensor and tensor": ("one", "fp8_tensor", None),
+    "token and row": ("rows", "fp8_token", (1, 0)),
+    "token and tensor": ("rows", "fp8_token", None),
+    "tensor and row": ("rows", "fp8_tensor", (1, 0)),
+    "groups and blocks": ("blocks", "fp8_group", (128, 128)),
+}
+
+
+def float8_layer(name: str, outputs: int, inputs: int, rows: int, *, dtype: torch.dtype, bias: bool) -> Sample:
+    """A layer with weights of float8 and random inputs, one row of which is zeros."""
+    _, activation, block = FLOAT8[name]
+    draw = Draw(dtype, torch.device("cuda"))
+    of = (outputs, inputs) if block is None else (block[0], block[1] or inputs)
+    x = draw.normal(1, rows, inputs)
+    x[0, rows // 2] = 0
+    scale = draw.uniform(1, low=0.004, high=0.008, dtype=torch.float32) if activation == "fp8_tensor" else None
+    added = draw.normal(outputs) if bias else None
+    return quantised.call(
+        x, quantised.fp8(draw, outputs, inputs, of), input_scale=scale, bias=added, activation=activation
+    )
+
+
+def float8_record(name: str) -> Any:
+    wanted = f"cublaslt.quantised_linear_of_float8_{FLOAT8[name][0]}"
+    return next(record for record in QUANTISED if record.name == wanted)
+
+
+@pytest.fixture
+def scales(gpu: torch.device) -> None:
+    if not cublaslt.has_scales():
+        pytest.skip("cuBLASLt 12.9 is not installed")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("scales")
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(208, 512), (6144, 4096), (4096, 14336)])
+@pytest.mark.parametrize("name", FLOAT8)
+def test_products_of_float8(name: str, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
+    """Llama's down projection among them: few rows of many inputs. Nothing is written after the result."""
+    multiply = as_function(float8_record(name))
+    for rows in (17, 33, 64, 255, 300) if dtype == torch.bfloat16 else (33,):
+        sample = float8_layer(name, outputs, inputs, rows, dtype=dtype, bias=has_bias)
+        memory = torch.full((rows + 1, outputs), torch.nan, dtype=dtype, device="cuda")
+        multiply(**sample, out=memory[:rows][None])
+        expected = quantised_linear(**sample)[0]
+
+        spread = float(expected.float().std())
+        torch.testing.assert_close(memory[:rows], expected, rtol=1e-2, atol=1e-2 * spread)
+        assert memory[rows].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("scales")
+@pytest.mark.parametrize("name", ["token and row", "groups and blocks"])
+def test_captured_products_of_float8_follow_their_inputs(name: str) -> None:
+    """Of a number of rows whose rest is copied, in blocks."""
+    sample = float8_layer(name, 512, 1024, 18, dtype=torch.bfloat16, bias=True)
+    multiply, out = as_function(float8_record(name)), torch.empty(1, 18, 512, dtype=torch.bfloat16, device="cuda")
+    multiply(**sample, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        multiply(**sample, out=out)
+    for _ in range(2):
+        sample["input"].normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        expected = quantised_linear(**sample)
+
+        torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2 * float(expected.float().std()))

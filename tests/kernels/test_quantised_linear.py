@@ -4,6 +4,7 @@ chosen where, and that they compile as they should. What they compute: `launched
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,11 @@ from precast.ir.graph.schema import (
     Value,
 )
 from precast.ir.graph.world import bound
+from precast.ir.memory.liveness import Operand
 from precast.kernels.choices import cases, resolve, workspace
+from precast.kernels.quantised_linear import float8
 from precast.kernels.quantised_linear.quantised_linear import quantise_input, quantised_linear
+from precast.kernels.records import Pointer
 from precast.kernels.step_launches import step_launches
 from precast.kernels.use import GPU, Target, Use, use_of
 
@@ -151,7 +155,7 @@ def use(
     constants: dict[str, Const | Items] = {"format": Const(format), "activation": Const(activation)}
     several = {"packed4": 8, "packed8": 4}.get(format, 1)
     if format in ("fp8", "int8"):
-        block = (128, 128) if kind == "blocks" else (1, inputs)
+        block = (128, 128) if kind == "blocks" else (outputs if kind == "all" else 1, inputs)  # type: ignore[assignment]
         stored: Dtype = "float8_e4m3fn" if format == "fp8" else "int8"
         types |= {"weight": TensorType(stored, (outputs, inputs)),
                   "scales": TensorType("float32", tuple(map(symbols.ceildiv, (outputs, inputs), block)))}  # fmt: skip
@@ -181,6 +185,13 @@ def use(
     return use_of(node, types, target, set(types) - {"input"})
 
 
+def _with(given: Use, name: str, dtype: Dtype | None = None, shape: tuple[int, ...] | None = None, **lies: bool) -> Use:
+    """The use with an argument of another type, or that lies otherwise."""
+    held = given.operands.get(name, Operand(TensorType("bfloat16", ()), is_contiguous=True, is_activation=False))
+    kind = TensorType(dtype or held.type.dtype, shape or held.type.shape)
+    return given._replace(operands={**given.operands, name: held._replace(type=kind, **lies)})
+
+
 ALL = ("fp8 blocks", "fp8 rows", "int8 rows", "packed4", "packed4 points", "packed8", "mxfp4", "nvfp4", "awq", "gptq")
 STREAMED = ("fp8 blocks", "fp8 rows", "packed4")
 
@@ -198,12 +209,90 @@ def test_hopper_has_launches_for_all_formats_and_sizes(weight: str) -> None:
     assert all(record.control == "static" and not record.allocates for record in found)
 
 
+OLDER_LIBRARY = GPU._replace(kinds=GPU.kinds - {"library 12.9"})
+
+
 @pytest.mark.parametrize("activation", ["fp8_token", "fp8_group", "fp8_tensor", "int8_token"])
 @pytest.mark.parametrize("weight", ["fp8 blocks", "int8 rows", "packed4"])
 def test_a_rounded_input_is_multiplied_by_triton(weight: str, activation: str) -> None:
-    (*_, last) = cases(use(weight, activation=activation, target=GPU.without_torch))
+    (*_, last) = cases(use(weight, activation=activation, target=OLDER_LIBRARY.without_torch))
 
     assert last.choice.record.name == "triton.quantised_linear"
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "scales"),
+    [
+        ("fp8 all", "fp8_tensor", "one"), ("fp8 rows", "fp8_tensor", "rows"), ("fp8 rows", "fp8_token", "rows"),
+        ("fp8 all", "fp8_token", "rows"), ("fp8 blocks", "fp8_group", "blocks"),
+    ],
+)  # fmt: skip
+def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation: str, scales: str) -> None:
+    """From 17 tokens on: the input is rounded, and then multiplied."""
+    given = use(weight, 6144, activation=activation, target=GPU.without_torch)
+    found = {case.sizes["T"][0]: case.choice.record for case in cases(given)}
+    record = found.pop(17)
+    rounding, product = record.runs(given)  # type: ignore[operator]
+
+    few = {each.name for each in found.values() if each.kind != "cuda"}
+    assert few == {"triton.quantised_linear_to_16", record.name}
+    assert record.name == f"cublaslt.quantised_linear_of_float8_{scales}"
+    assert (record.control, record.allocates) == ("static", False)
+    assert rounding.kernel.endswith(":round_kernel")
+    assert product.kernel.endswith(".cublaslt:ScaledProduct")
+    assert product.library
+    assert product.constants == {
+        "dtype": "bfloat16", "outputs": 6144, "inputs": 4096, "bias": False, "workspace_bytes": 16 << 20,
+        "scales": scales,
+    }  # fmt: skip
+
+
+def test_parts_of_the_workspace_of_float8_lie_apart() -> None:
+    """The input, its scales, the weight's one for each output, a result of four rows, what the library takes."""
+    for weight, activation in (("fp8 all", "fp8_token"), ("fp8 blocks", "fp8_group")):
+        given = use(weight, 48, 512, activation=activation)
+        _, product = float8.launches(given)
+        outs = {arg: symbols.evaluate(arg.offset, {"T": 18}) for arg in product.args
+                if isinstance(arg, Pointer) and arg.tensor == "workspace"}  # fmt: skip
+        begins = sorted({*outs.values(), symbols.evaluate(float8.workspace(given), {"T": 18})})
+
+        held = {"fp8 all": [18 * 512, 18 * 4, 48 * 4], "fp8 blocks": [20 * 512, 20 * 4 * 4, 4 * 48 * 2]}[weight]
+        expected = [-(-count // 256) * 256 for count in held] + [48 * 4096]
+        assert [end - begin for begin, end in pairwise(begins)] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (use("fp8 rows", 4104, activation="fp8_token"), "multiples of 16"),
+        (use("fp8 rows", 4096, 4104, activation="fp8_token"), "multiples of 16"),
+        (use("fp8 blocks", 4096, 1792, activation="fp8_group"), "a multiple of 4 in a row"),
+        (use("fp8 rows", activation="fp8_group"), "blocks of 128 x 128"),
+        (use("fp8 blocks", activation="fp8_token"), "scales of rows"),
+        (use("fp8 rows"), "an input rounded to float8"),
+        (use("fp8 rows", activation="int8_token"), "an input rounded to float8"),
+        (use("fp8 rows", activation="fp8_token", target=GPU._replace(capability=(8, 9))), "compute capability 9.0"),
+        (use("fp8 rows", activation="fp8_token", target=GPU._replace(capability=(10, 0))), "compute capability 9.0"),
+        (use("fp8 rows", activation="fp8_token", target=OLDER_LIBRARY), "library 12.9 is not installed"),
+        (_with(use("fp8 rows", activation="fp8_token"), "scales", dtype="bfloat16"), "scales is bfloat16"),
+        (_with(use("fp8 rows", activation="fp8_token"), "weight", is_activation=True), "params in row-major order"),
+        (_with(use("fp8 rows", activation="fp8_token"), "weight", is_contiguous=False), "params in row-major order"),
+        (_with(use("fp8 rows", activation="fp8_token"), "bias", "float16", (4096,)), "a bias of the result's type"),
+        (_with(use("fp8 rows", activation="fp8_token"), "zeros", "int8", (4096, 1)), "a float8 weight"),
+    ],
+)  # fmt: skip
+def test_what_cublaslt_does_not_take_of_float8(given: Use, why: str) -> None:
+    choice = resolve(given, {"T": 300})
+
+    assert "of_float8" not in choice.record.name
+    assert why in choice.reason
+
+
+def test_all_with_one_scale_is_the_library_s_from_8_9_on() -> None:
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        given = use("fp8 all", activation="fp8_tensor", target=GPU._replace(capability=capability))
+
+        assert resolve(given, {"T": 17}).record.name == "cublaslt.quantised_linear_of_float8_one"
 
 
 @pytest.mark.parametrize(("capability", "name"), [((8, 0), "reference.quantised_linear"),
@@ -224,10 +313,8 @@ def test_what_the_kernels_do_not_take_is_the_definition_s() -> None:
         resolve(wide._replace(target=GPU.without_torch), {"T": 1})
 
 
-def test_a_step_of_one_of_two_ranks_is_launches() -> None:
-    """Of a graph over `tp`, without torch: each rank has half of the outputs."""
-    rows = symbols.mul(128, Apply("floordiv", (32, "tp")))
-    given = use("packed4 points", rows)
+def half_of(given: Use) -> Graph:
+    """The graph of a layer over `tp`, as the second of two ranks has it."""
     params = {name: each.type for name, each in given.operands.items() if name != "input"}
     graph = Graph(
         symbols=(Symbol("T", 1), Symbol("tp", 1)),
@@ -235,8 +322,15 @@ def test_a_step_of_one_of_two_ranks_is_launches() -> None:
         params=tuple(Param(name, kind, Read(name, kind.shape, kind.dtype)) for name, kind in params.items()),  # type: ignore[arg-type]
         constants=(), blocks=(), main=(given.node,), outputs={"out": "out.0"},
     )  # fmt: skip
+    return bound(graph, {"rank": 1, "tp": 2, "ep": 1})
 
-    half = bound(graph, {"rank": 1, "tp": 2, "ep": 1})
+
+HALVED = symbols.mul(128, Apply("floordiv", (32, "tp")))
+
+
+def test_a_step_of_one_of_two_ranks_is_launches() -> None:
+    """Of a graph over `tp`, without torch: each rank has half of the outputs."""
+    half = half_of(use("packed4 points", HALVED))
     (product, total), (values, library) = (
         next(iter(step_launches(half, GPU.without_torch, {"T": tokens}))).launches for tokens in (3, 300)
     )
@@ -245,6 +339,17 @@ def test_a_step_of_one_of_two_ranks_is_launches() -> None:
         "product_kernel", "sum_kernel", "dequantise_kernel", "Product",
     ]  # fmt: skip
     assert product.grid == (1, 2048 // 64, 8)
+
+
+@pytest.mark.parametrize(("weight", "activation"), [("fp8 rows", "fp8_token"), ("fp8 blocks", "fp8_group")])
+def test_float8_of_one_of_two_ranks_is_cublaslt_s(weight: str, activation: str) -> None:
+    half = half_of(use(weight, HALVED, activation=activation))
+    rounding, product = next(iter(step_launches(half, GPU.without_torch, {"T": 18}))).launches
+
+    assert rounding.launch.kernel.endswith(":round_kernel")
+    assert product.launch.constants["outputs"] == 2048
+    assert product.args[-1] == 18
+    assert (product.key, product.grid) == ("", (18, 1, 1))
 
 
 @pytest.mark.parametrize("weight", ALL)
@@ -268,10 +373,12 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        use("fp8 blocks"), use("fp8 blocks", activation="fp8_group"), use("int8 rows", activation="int8_token"),
-        use("packed4 points"), use("nvfp4", 14336), use("awq", dtype="float16"),
+        use("fp8 blocks"), use("fp8 blocks", activation="fp8_group", target=OLDER_LIBRARY),
+        use("int8 rows", activation="int8_token"), use("packed4 points"), use("nvfp4", 14336),
+        use("awq", dtype="float16"), use("fp8 blocks", activation="fp8_group"), use("fp8 all", activation="fp8_token"),
+        use("fp8 rows", activation="fp8_tensor"),
     ],
-    ids=lambda given: f"{given.constant('format')}, {given.constant('activation')}",
+    ids=lambda given: f"{given.constant('format')}, {given.constant('activation')}, {len(given.target.kinds)}",
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 64, 5000])
 def test_kernels_are_compiled_for_hopper(given: Use, tokens: int, tmp_path: Path) -> None:

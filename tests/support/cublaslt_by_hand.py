@@ -1,4 +1,5 @@
-"""cuBLASLt as its documentation describes it, for tests without a GPU: products of float16 in column-major order."""
+"""cuBLASLt as its documentation describes it, for tests without a GPU: products of float16 in column-major order, and
+of float8_e4m3fn with scales, into float16."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+
+_BYTES = {2: 2, 28: 1}
+"""Of float16 and float8_e4m3fn, by their numbers."""
 
 
 class CublasLt:
@@ -49,15 +54,17 @@ class CublasLt:
         return self._make(made)
 
     def cublasLtMatrixLayoutCreate(self, made: Any, kind: Any, rows: Any, columns: Any, stride: Any) -> int:
-        assert kind.value == 2, "float16"
+        assert kind.value in _BYTES, "float16 or float8_e4m3fn"
         assert stride.value >= rows.value, "columns overlap"
-        return self._make(made, rows=rows.value, columns=columns.value, stride=stride.value)
+        return self._make(made, kind=kind.value, rows=rows.value, columns=columns.value, stride=stride.value)
 
     def cublasLtMatmulDescSetAttribute(self, of: Any, attribute: Any, value: Any, size: Any) -> int:
+        assert size.value == _SIZES[attribute.value], "as many bytes as the attribute has"
+        return self.cublasLtMatmulPreferenceSetAttribute(of, attribute, value, size)
+
+    def cublasLtMatmulPreferenceSetAttribute(self, of: Any, attribute: Any, value: Any, size: Any) -> int:
         self._objects[of.value][attribute.value] = value._obj.value
         return 0
-
-    cublasLtMatmulPreferenceSetAttribute = cublasLtMatmulDescSetAttribute
 
     def cublasLtMatmulPreferenceDestroy(self, of: Any) -> int:
         self.asked.append(self._objects.pop(of.value))
@@ -92,7 +99,13 @@ class CublasLt:
         described = self._objects[product.value]
         left, right = (self._matrix(at, matrix) for at, matrix in ((a, a_matrix), (b, b_matrix)))
         left, right = (each.T if described.get(way) else each for each, way in ((left, 3), (right, 4)))
-        result = left.astype(np.float32) @ right.astype(np.float32)
+        left, right = (each.astype(np.float32) for each in (left, right))
+        if self._objects[a_matrix.value]["kind"] == 28:
+            modes = described.get(31, 0), described.get(32, 0)
+            assert modes in ((0, 0), (3, 3), (5, 4)), "scales that go together"
+            left = left * _scales(described[17], modes[0], *left.shape)
+            right = right * _scales(described[18], modes[1], *right.shape[::-1]).T
+        result = left @ right
         if described.get(7):
             assert described[7] == 4, "plus a bias"
             result += _array(described[8], len(result))[:, None]
@@ -101,15 +114,50 @@ class CublasLt:
         return 0
 
     def _matrix(self, address: int, matrix: Any) -> Any:
-        """A view of memory: rows lie side by side."""
+        """A view of memory: rows lie side by side. What is float8 is read, as float32."""
         found = self._objects[matrix.value]
-        flat = _array(address, found["stride"] * (found["columns"] - 1) + found["rows"])
-        return np.lib.stride_tricks.as_strided(flat, (found["rows"], found["columns"]), (2, 2 * found["stride"]))
+        count = found["stride"] * (found["columns"] - 1) + found["rows"]
+        flat = _array(address, count) if found["kind"] == 2 else _float8(address, count)
+        step = flat.itemsize
+        shape, strides = (found["rows"], found["columns"]), (step, step * found["stride"])
+        return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
     def _make(self, made: Any, **fields: int) -> int:
         made._obj.value = number = next(self._numbers)
         self._objects[number] = dict(fields)
         return 0
+
+
+_SIZES = {3: 4, 4: 4, 7: 4, 8: 8, 17: 8, 18: 8, 31: 4, 32: 4}
+"""Bytes of a product's attributes."""
+
+
+def _scales(address: int, mode: int, outer: int, inner: int) -> Any:
+    """Those of a matrix [outer, inner], of which `inner` is summed over, for each element: for all (0), for each row
+    (3), for 128 of a row (4) and for 128 x 128 (5). In (4) those of one block of 128 lie together, of all rows; in (5)
+    those of a row of blocks, as many as are a multiple of 4."""
+    blocks, rows = -(-inner // 128), -(-outer // 128)
+    if mode == 0:
+        return _float32(address, 1)
+    if mode == 3:
+        return _float32(address, outer)[:, None]
+    assert address % 16 == 0, "scales begin at a multiple of 16 bytes"
+    if mode == 4:
+        assert outer % 4 == 0, "rows are a multiple of 4"
+        found = _float32(address, blocks * outer).reshape(blocks, outer).T
+    else:
+        stride = -(-blocks // 4) * 4
+        found = _float32(address, rows * stride).reshape(rows, stride)[:, :blocks].repeat(128, 0)[:outer]
+    return found.repeat(128, 1)[:, :inner]
+
+
+def _float32(address: int, count: int) -> Any:
+    return np.frombuffer((ctypes.c_float * count).from_address(address), np.float32)
+
+
+def _float8(address: int, count: int) -> Any:
+    stored = np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8).copy()
+    return torch.from_numpy(stored).view(torch.float8_e4m3fn).float().numpy()
 
 
 def _array(address: int, count: int) -> Any:
