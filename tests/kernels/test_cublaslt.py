@@ -502,6 +502,31 @@ def test_products_of_float8(name: str, outputs: int, inputs: int, dtype: torch.d
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("scales")
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("scales_of", SCALES)
+def test_layers_of_a_model_have_algorithms(scales_of: str, bias: bool) -> None:
+    """Those of Llama 3.1 8B, and of one of eight ranks, in steps of all classes: what is refused is listed together."""
+    refused = []
+    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (768, 4096), (4096, 512)):
+        made = ScaledProduct(
+            dtype="bfloat16",
+            outputs=outputs,
+            inputs=inputs,
+            bias=bias,
+            workspace_bytes=workspace_bytes(outputs),
+            scales=scales_of,
+        )
+        for rows in (4, 20, 32, 64, 128, 256, 300, 4096):
+            try:
+                made.plan(cublaslt._Size(rows, inputs))
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    assert not refused, "\n".join(refused)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("scales")
 @pytest.mark.parametrize("name", ["token and row", "groups and blocks"])
 def test_captured_products_of_float8_follow_their_inputs(name: str) -> None:
     """Of a number of rows whose rest is copied, in blocks."""
