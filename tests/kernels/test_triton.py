@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -120,16 +119,6 @@ def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], o
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-@pytest.fixture(scope="module")
-def fresh_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No compiled kernel of an earlier run is taken for one of this run; launches that tests share compile once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        # Triton 3.9 warns where the default of the next version isn't chosen.
-        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-        yield
 
 
 def compiled_launch(use: Use, launch: Launch) -> Any:
