@@ -18,13 +18,19 @@ from precast.kernels.use import Use, numbers
 
 
 def _dequantised(use: Use) -> Expr:
-    """Values that are unpacked, scaled and rounded, some of these side by side; and copies of the input."""
+    """Values that are unpacked, scaled and rounded, some of these side by side; and copies of the input.
+
+    Of packed values the scales of groups are copied in float32, and their points are unpacked and shifted. In blocks
+    both are spread over the values one after the other, in the same place.
+    """
     format = str(use.constant("format"))
-    value = 27 if "fp4" in format else 9 if format in ("fp8", "int8") else 12
-    value += 4 if use.has("zeros") else 0
+    value, scale = (27, 0) if "fp4" in format else (9, 0) if format in ("fp8", "int8") else (12, 4)
+    if scale and use.has("zeros"):
+        scale += 8
     copies = 0 if use.constant("activation") in (None, "none") else 20
     values, results = mul(use.result.shape[-1], use.shape("input")[-1]), mul(copies // 5, numel(use.result.shape))
-    return add(mul(value, values), mul(copies, numbers(use.operands["input"])), results)
+    scales = mul(scale, numbers(use.operands["scales"]))
+    return add(mul(value, values), scales, mul(copies, numbers(use.operands["input"])), results)
 
 
 _FLOAT8 = (8, 9)

@@ -23,7 +23,7 @@ from plain_rounding import (
     static,
 )
 from quantised import Stored
-from quantised_checkpoints import Case, Checkpoints, compressed, float8, integers, rows, stored_integers, write
+from quantised_checkpoints import Case, Checkpoints, Made, compressed, float8, integers, maker, rows, stored_integers
 from reference import hf_logits, relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -167,24 +167,9 @@ CASES = {
 STATIC = [name for name, each in CASES.items() if each.activation == "fp8_tensor"]
 
 
-class Made(NamedTuple):
-    """A case's checkpoints, and its bundle."""
-
-    checkpoints: Checkpoints
-    bundle: Bundle
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """Makes a case, once."""
-
-    @functools.cache
-    def make(case: str) -> Made:
-        folder = tmp_path_factory.mktemp("case")
-        checkpoints = write(CASES[case].case, folder)
-        return Made(checkpoints, precast.build(checkpoints.stored, folder / "b", dtype="float32"))
-
-    return make
+    return maker({name: published.case for name, published in CASES.items()}, tmp_path_factory)
 
 
 def logits(bundle: Bundle, weights: Path, device: str = "cpu", **options: Any) -> torch.Tensor:

@@ -5,13 +5,11 @@ are: `test_published_activations.py` has them rounded.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import families
 import pytest
@@ -20,7 +18,7 @@ import torch
 from quantised_checkpoints import (
     SIZES,
     Case,
-    Checkpoints,
+    Made,
     blocks,
     compressed,
     compressed_fp8,
@@ -28,6 +26,7 @@ from quantised_checkpoints import (
     float8,
     four_bits,
     integers,
+    maker,
     rows,
     stored_integers,
     write,
@@ -164,25 +163,10 @@ def logits(bundle: Bundle, weights: Path) -> torch.Tensor:
         return engine.logits(PROMPT)
 
 
-class Made(NamedTuple):
-    """A case's checkpoints, and its bundle, which keeps what is quantised."""
-
-    checkpoints: Checkpoints
-    bundle: Bundle
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """Makes a case, once."""
-
-    @functools.cache
-    def make(case: str) -> Made:
-        folder = tmp_path_factory.mktemp("case")
-        checkpoints = write(CASES[case], folder)
-        bundle = precast.build(checkpoints.stored, folder / "kept", dtype="float32", activations="none")
-        return Made(checkpoints, bundle)
-
-    return make
+    """Bundles keep what is quantised."""
+    return maker(CASES, tmp_path_factory, activations="none")
 
 
 def test_experts_of_four_bits_beside_fp8_in_blocks(tmp_path: Path) -> None:

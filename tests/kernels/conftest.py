@@ -78,3 +78,13 @@ def no_waiting() -> Callable[[], AbstractContextManager[None]]:
             torch.cuda.set_sync_debug_mode("default")
 
     return context
+
+
+@pytest.fixture(scope="module")
+def fresh_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No kernel that Triton compiled in an earlier run is taken for one of this run; what tests share compiles once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        # Triton 3.9 warns where the default of the next version isn't chosen.
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+        yield

@@ -71,20 +71,20 @@ def test_both_kinds_of_steps_are_tried() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("spec", [PAGED_SELECT_BLOCKS, PAGED_BLOCK_SPARSE_ATTENTION], ids=lambda spec: spec.name)
 def test_samples(spec: OpSpec, dtype: torch.dtype, same: Same) -> None:
-    count = 0
-    for sample in samples.SAMPLES[spec.name, 1](Draw(dtype, DEVICE)):
-        count += 1
+    drawn = list(samples.SAMPLES[spec.name, 1](Draw(dtype, DEVICE)))
+    # What a sample is about is the same in all types.
+    for sample in drawn[::2] if IS_INTERPRETED and dtype != torch.float32 else drawn:
         agrees(spec, with_strided_caches(sample)[0] if dtype == torch.float32 else sample, same)
-    assert count > 10
+    assert len(drawn) > 10
 
 
 # --- the selection -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["scores that differ", "equal scores"])
-@pytest.mark.parametrize("count", [1, 15, 16, 17])
+@pytest.mark.parametrize("count", [1, 7, 8, 9])
 def test_counts_near_those_of_blocks(count: int, whole: bool, same: Same) -> None:
-    sequences = [(9, 80), (1, 80), (1, 65), (1, 64), (1, 60), (2, 2), (0, 7)]
+    sequences = [(5, 44), (1, 44), (1, 33), (1, 32), (1, 28), (2, 2), (0, 7)]
     draw = Draw(torch.float32, DEVICE, seed=count)
     sample = samples.paged_blocks_sample(
         draw, sequences, heads=3, size=9, count=count, block_size=4, page_size=7, padding=3, whole=whole
@@ -96,7 +96,7 @@ def test_counts_near_those_of_blocks(count: int, whole: bool, same: Same) -> Non
 @pytest.mark.parametrize("block_size", [1, 15, 16, 17, 130])
 @pytest.mark.parametrize("local", [0, 1, 3])
 def test_blocks_of_all_sizes(block_size: int, local: int, same: Same) -> None:
-    sequences = [(5, 160), (1, 131), (1, 130), (3, 3)]
+    sequences = [(5, 2 * block_size + 30), (1, block_size + 1), (1, block_size), (3, 3)]
     sample = samples.paged_blocks_sample(
         Draw(torch.float32, DEVICE), sequences, heads=2, size=5, count=2, block_size=block_size, local=local,
         page_size=16, whole=True,
@@ -110,8 +110,9 @@ def test_tiles_of_several_queries(heads: int, same: Same) -> None:
     """MiniMax-M3 has 4 heads, of which ranks have 1."""
     sequences = [(5, 70), (1, 50), (3, 3)] if IS_INTERPRETED else [(130, 3000), (1, 5000), (77, 77), (1, 1)]
     sample = samples.paged_blocks_sample(
-        Draw(HALVES[-1], DEVICE), sequences, heads=heads, size=128, count=16, block_size=4, page_size=16, whole=True
-    )
+        Draw(HALVES[-1], DEVICE), sequences, heads=heads, size=128, count=5 if IS_INTERPRETED else 16, block_size=4,
+        page_size=16, whole=True,
+    )  # fmt: skip
 
     agrees(PAGED_SELECT_BLOCKS, sample, same)
 
@@ -150,7 +151,7 @@ def test_a_selection_is_written_into_what_is_given() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 17])
 def test_parts_of_what_is_selected(count: int, same: Same) -> None:
-    for sequences in ([(1, 200)], [(1, 99), (1, 5), (2, 60)], [(6, 150), (1, 7), (3, 3), (2, 99)]):
+    for sequences in ([(1, 200)], [(1, 99), (1, 5), (2, 60)], [(3, 150), (1, 7), (2, 2), (1, 99)]):
         sample = samples.paged_block_sparse_sample(
             Draw(torch.float32, DEVICE), sequences, count=count, block_size=4, page_size=5, padding=2, **TINY
         )

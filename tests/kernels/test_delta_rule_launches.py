@@ -14,6 +14,7 @@ from precast.kernels.delta_rule.launches import chunked
 from precast.kernels.use import Target, Use, use_of
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def delta_rule(dtype: Dtype, keys: int, heads: int, size: int, *, form: str = "stateful_") -> Use:
@@ -29,14 +30,6 @@ def delta_rule(dtype: Dtype, keys: int, heads: int, size: int, *, form: str = "s
     args = {**{name: Ref(name) for name in types}, "scale": Const(0.1), "normalise": Const(True)}
     node = Node(f"precast.{form}delta_rule", args, (Value("y", TensorType(dtype, v)),))
     return use_of(node, types, Target("cuda", (9, 0)))
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiled kernel of an earlier run is taken for one of this run."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    # Triton 3.9 warns where the default of the next version isn't chosen.
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 @pytest.mark.parametrize(

@@ -362,13 +362,6 @@ def test_memory_is_known_for_all_sizes(weight: str, activation: str) -> None:
     assert bytes_of[0] >= 0
 
 
-@pytest.fixture
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiled kernel of an earlier run is taken for one of this run."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "given",

@@ -121,14 +121,6 @@ def compiled(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], o
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.fixture
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiled kernel of an earlier run is taken for one of this run."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    # Triton 3.9 warns where the default of the next version isn't chosen.
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-
-
 def compiled_launch(use: Use, launch: Launch) -> Any:
     """A launch for the use's GPU, over aligned tensors whose strides are multiples of 16."""
     from triton.backends.compiler import GPUTarget

@@ -78,14 +78,6 @@ def launches_of(use: Use, tokens: int) -> tuple[Launch, ...]:
     return record.runs(use)
 
 
-@pytest.fixture
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiled kernel of an earlier run is taken for one of this run."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    # Triton 3.9 warns where the default of the next version isn't chosen.
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("use", "tokens"),

@@ -30,7 +30,7 @@ _TEXT = """\
 # Models
 
 Written by `make models`; don't edit it. transformers {version} has {total} model types for causal language modelling:
-**{green} are green**, {red} are not, {outside} are out of scope (encoders, encoder-decoders, draft models).
+**{green} green**, {red} not, {outside} out of scope (encoders, encoder-decoders, draft models).
 
 Each type is made from its default config (completed where that alone makes no model), shrunk to a few layers of all its
 kinds, with random weights, and goes the whole line in float32 on the CPU: `save_pretrained`, `precast build`,
@@ -89,14 +89,18 @@ def _page(lines: dict[str, str]) -> str:
     """The page of these rows of the table, by model type."""
     counts = Counter(each["status"] for each in _ROW.finditer("\n".join(lines.values())))
     return _TEXT.format(
-        version=transformers.__version__, total=len(lines), green=counts["green"], red=counts["red"],
-        outside=counts["out of scope"], prompts=len(PROMPTS), tolerance=TOLERANCE, chunk=CHUNK, num_tokens=NUM_TOKENS,
-        tokens=TOKENS, ranks=MAX_RANKS, split=SPLIT_TOLERANCE,
+        version=transformers.__version__, total=len(lines), green=_are(counts["green"]), red=_are(counts["red"]),
+        outside=_are(counts["out of scope"]), prompts=len(PROMPTS), tolerance=TOLERANCE, chunk=CHUNK,
+        num_tokens=NUM_TOKENS, tokens=TOKENS, ranks=MAX_RANKS, split=SPLIT_TOLERANCE,
         rows="\n".join([
             f"| {' | '.join(_HEADS)} |", f"|{'---|' * len(_HEADS)}",
             *(text for _, text in sorted(lines.items())),
         ]),
     )  # fmt: skip
+
+
+def _are(count: int) -> str:
+    return f"{count} is" if count == 1 else f"{count} are"
 
 
 def green_types(text: str) -> tuple[str, ...]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import families
+import pytest
 import quantised
 import torch
 from quantised import Stored, Tensors
 from safetensors.torch import load_file, save_file
 
+import precast
 from precast.builder.source.shrink import random_model
+from precast.ir.artifact import Bundle
 
 Quantise = Callable[[str, torch.Tensor], Stored]
 
@@ -115,3 +119,22 @@ def write(case: Case, folder: Path) -> Checkpoints:
     both = written | {"quantization_config": case.entries} if case.file == "config.json" else written
     (stored / "config.json").write_text(json.dumps(both))
     return Checkpoints(plain, stored)
+
+
+class Made(NamedTuple):
+    """A case's checkpoints, and its bundle."""
+
+    checkpoints: Checkpoints
+    bundle: Bundle
+
+
+def maker(cases: Mapping[str, Case], folders: pytest.TempPathFactory, **options: Any) -> Callable[[str], Made]:
+    """Makes a case by its name, once; `options` are those of the build."""
+
+    @functools.cache
+    def make(name: str) -> Made:
+        folder = folders.mktemp("case")
+        checkpoints = write(cases[name], folder)
+        return Made(checkpoints, precast.build(checkpoints.stored, folder / "b", dtype="float32", **options))
+
+    return make

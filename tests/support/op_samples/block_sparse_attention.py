@@ -11,6 +11,9 @@ from op_samples.attention import paged_sample
 from op_samples.draw import Draw, Sample
 from op_samples.sparse_attention import DECODE, MIXED, whole_numbers
 
+SHORT = [(5, 5), (0, 6), (1, 9), (2, 20), (11, 29)]
+"""A mixed step for samples that take long in Triton's interpreter."""
+
 
 def select_blocks(draw: Draw) -> Iterator[Sample]:
     def sample(lengths: list[int], heads: int, size: int, count: int, block_size: int, local: int = 1,
@@ -66,11 +69,11 @@ def paged_select_blocks(draw: Draw) -> Iterator[Sample]:
     yield paged_blocks_sample(draw, DECODE, heads=4, size=16, count=2, block_size=4)
     yield paged_blocks_sample(draw, DECODE, heads=3, size=10, count=1, block_size=3, page_size=1, padding=2)
     yield paged_blocks_sample(draw, MIXED, heads=2, size=40, count=3, block_size=4, page_size=3, padding=4)
-    yield paged_blocks_sample(draw, MIXED, heads=2, size=8, count=64, block_size=2, page_size=16)
-    yield paged_blocks_sample(draw, MIXED, heads=5, size=12, count=4, block_size=1, local=2, cache_dtype=torch.float16)
+    yield paged_blocks_sample(draw, SHORT, heads=2, size=8, count=33, block_size=2, page_size=16)
+    yield paged_blocks_sample(draw, SHORT, heads=5, size=12, count=4, block_size=1, local=2, cache_dtype=torch.float16)
     yield paged_blocks_sample(draw, MIXED, heads=1, size=12, count=2, block_size=5, local=0)
     # Page lists that begin within a block.
-    yield paged_blocks_sample(draw, MIXED, heads=2, size=8, count=2, block_size=7, page_size=2, window=9, cut=True)
+    yield paged_blocks_sample(draw, SHORT, heads=2, size=8, count=2, block_size=7, page_size=2, window=9, cut=True)
     for sequences in (DECODE, MIXED):
         yield paged_blocks_sample(draw, sequences, heads=2, size=5, count=3, block_size=4, whole=True, padding=1)
     yield paged_blocks_sample(
@@ -78,7 +81,7 @@ def paged_select_blocks(draw: Draw) -> Iterator[Sample]:
     )
     eight: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn}
     yield paged_blocks_sample(draw, DECODE, heads=4, size=16, count=3, block_size=4, page_size=3, **eight)
-    yield paged_blocks_sample(draw, MIXED, heads=4, size=16, count=3, block_size=4, padding=2, whole=True, **eight)
+    yield paged_blocks_sample(draw, SHORT, heads=4, size=16, count=3, block_size=4, padding=2, whole=True, **eight)
     # Nothing to see: an empty context, a query before the first key, and no sequences at all.
     nothing = draw.of([0, 1], torch.int32)
     yield paged_blocks_sample(draw, [(1, 3), (2, 2)], heads=2, size=8, count=2, block_size=4, kv_lens=nothing)
@@ -145,17 +148,17 @@ def paged_block_sparse_attention(draw: Draw) -> Iterator[Sample]:
     yield paged_block_sparse_sample(draw, DECODE, count=2, block_size=4, **large)
     yield paged_block_sparse_sample(draw, DECODE, count=1, block_size=3, **small, page_size=1, padding=2)
     yield paged_block_sparse_sample(draw, MIXED, count=3, block_size=4, **large, page_size=3, padding=4)
-    yield paged_block_sparse_sample(draw, MIXED, count=33, block_size=2, **small, page_size=16)
+    yield paged_block_sparse_sample(draw, SHORT, count=33, block_size=2, **small, page_size=16)
     yield paged_block_sparse_sample(draw, MIXED, count=4, block_size=8, **large, cache_dtype=torch.float16)
     # More selections than key heads, and fewer.
     yield paged_block_sparse_sample(draw, MIXED, count=2, block_size=4, **{**small, "groups": 4})
-    yield paged_block_sparse_sample(draw, MIXED, count=2, block_size=4, **{**small, "groups": 1})
+    yield paged_block_sparse_sample(draw, SHORT, count=2, block_size=4, **{**small, "groups": 1})
     # Page lists that begin within a block.
-    yield paged_block_sparse_sample(draw, MIXED, count=4, block_size=7, **small, page_size=2, window=9, cut=True)
+    yield paged_block_sparse_sample(draw, SHORT, count=4, block_size=7, **small, page_size=2, window=9, cut=True)
     eight: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn}
     yield paged_block_sparse_sample(draw, DECODE, count=2, block_size=4, **large, page_size=3, **eight)
     scales = {"k_scale": draw.of([0.7], torch.float32), "v_scale": draw.of([1.7], torch.float32)}
-    yield paged_block_sparse_sample(draw, MIXED, count=3, block_size=5, **small, padding=2, **eight, **scales)
+    yield paged_block_sparse_sample(draw, SHORT, count=3, block_size=5, **small, padding=2, **eight, **scales)
     yield paged_block_sparse_sample(
         draw, [(3, 200), (1, 131)], count=5, block_size=16, **{**small, "heads": 8}, page_size=8
     )
