@@ -1,4 +1,5 @@
-"""Attention over entries in Triton against its references: attention, the selection of entries, and their writes.
+"""Attention over entries in Triton against its references: attention, the selection of entries, their writes, and how
+they are made.
 
 `test_triton.py` runs this file twice, in processes of its own: in Triton's interpreter, which reads TRITON_INTERPRET
 when a kernel is defined, and on a GPU, as it is compiled. The interpreter rounds to float8 wrongly, and so is asked to
@@ -17,10 +18,13 @@ import torch
 import triton.language as tl
 from op_samples import entries as samples
 from op_samples.draw import Draw, Sample
+from op_samples.sequences import LONG, MIXED, spoiled, state_sample, without_states
 from op_samples.sparse_attention import whole_numbers
+from op_samples.states import compress as samples_of_blocks
 from strided import with_strided_caches
 
 from precast.kernels.choices import records_of
+from precast.kernels.compress.compress import COMPRESS, STATEFUL_COMPRESS
 from precast.kernels.entries import launches
 from precast.kernels.entries.paged_entry_attention import PAGED_ENTRY_ATTENTION
 from precast.kernels.entries.paged_select_entries import PAGED_SELECT_ENTRIES
@@ -198,3 +202,50 @@ def test_entries_are_written(dtype: torch.dtype) -> None:
 
             assert torch.equal(given["cache"].float(), expected["cache"].float())
     assert count > 5
+
+
+# --- the entries of blocks ---------------------------------------------------------------------------------------
+
+
+def compresses(sample: Sample, same: Same) -> None:
+    """Both forms give the references' results and states; states that nobody writes stay as they are, bit by bit."""
+    for spec, given in ((COMPRESS, without_states(sample)), (STATEFUL_COMPRESS, sample)):
+        at_home = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        expected = spec.reference(**at_home)
+        found = triton_of(spec)(**given, out=torch.full_like(expected, torch.nan, device=DEVICE))
+
+        same(spec, found.cpu(), expected)
+        if "state" in given:
+            # Copies: nothing is rounded.
+            assert torch.equal(given["state"].cpu().nan_to_num(7.5), at_home["state"].nan_to_num(7.5))
+
+
+def blocks(draw: Draw, sequences: Any, rate: int, series: int, size: int, nameless: tuple[int, ...] = ()) -> Sample:
+    end = sum(tokens for tokens, _ in sequences)
+    shape = (1, end + 2, size * series)
+    return {
+        "kv": spoiled(draw.normal(*shape), end),
+        "gate": spoiled(draw.normal(*shape), end),
+        "bias": draw.normal(rate * series, size, dtype=torch.float32),
+        **state_sample(draw, sequences, nameless, (2, rate * series, size * series), draw.dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_samples_of_blocks(dtype: torch.dtype, same: Same) -> None:
+    for sample in samples_of_blocks(Draw(dtype, DEVICE)):
+        compresses(with_strided_caches(sample)[0] if dtype == torch.float32 else sample, same)
+
+
+@pytest.mark.parametrize(("rate", "series", "size"), [(5, 1, 70), (3, 2, 33), (128, 1, 40), (4, 2, 130)])
+def test_blocks_of_all_sizes(rate: int, series: int, size: int, same: Same) -> None:
+    """Of DeepSeek-V4's rates, among others."""
+    for sequences in (LONG[1:], MIXED):
+        compresses(blocks(Draw(HALVES[-1], DEVICE), sequences, rate, series, size, (1,)), same)
+
+
+def test_many_sequences_that_decode(same: Same) -> None:
+    """More of them than are looked at together; at some of the tokens a block ends."""
+    sequences = [(1, context) for context in range(1, 12)]
+    for rate, series in ((4, 1), (4, 2)):
+        compresses(blocks(Draw(torch.float32, DEVICE), sequences, rate, series, 6), same)

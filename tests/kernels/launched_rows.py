@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bflo
 SPECS = {spec.name.removeprefix("precast."): spec for spec in registry.specs()}
 OPS = (
     "rms_norm", "residual_rms_norm", "norm_residual_norm", "layer_norm", "gated_activation", "rotary", "rotary_tables",
-    "embedding", "gather_rows", "sharded_embedding",
+    "embedding", "gather_rows", "sharded_embedding", "sinkhorn",
 )  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -49,6 +49,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "eq.Scalar": [{"self": COUNTS, "other": 2}, {"self": MASK, "other": 0}],
     "floor.default": [{"self": 3 * X}],
     "full_like.default": [{"self": X.to(HALF), "fill_value": 2.5}, {"self": COUNTS, "fill_value": -3}],
+    "gather.default": [
+        {"self": X, "dim": -1, "index": (draw(1, 7, 3, 5) * 9).long() % 20},
+        {"self": X.to(HALF).transpose(1, 2), "dim": 3, "index": (draw(1, 3, 7, 9) * 9).long() % 20},
+        {"self": COUNTS, "dim": 1, "index": COUNTS[:, ::2] % 7}, {"self": draw(1030), "dim": 0, "index": COUNTS[1]},
+    ],
     "gelu.default": [{"self": X.to(HALF), "approximate": "tanh"}, {"self": X}],
     "log.default": [{"self": POSITIVE}],
     "log1p.default": [{"self": POSITIVE}],
@@ -65,6 +70,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "mul.Tensor": [{"self": X.to(HALF), "other": Y.to(HALF)}, {"self": X.to(HALF), "other": Y}],
     "pow.Tensor_Scalar": [{"self": X, "exponent": 2}],
     "rsqrt.default": [{"self": POSITIVE}],
+    "softmax.int": [
+        {"self": X, "dim": -1}, {"self": 9 * draw(1, 5, 4, 4), "dim": 3}, {"self": X.to(HALF), "dim": -1},
+        {"self": X.to(HALF).transpose(1, 2), "dim": -1, "dtype": torch.float32}, {"self": draw(3, 1500), "dim": 1},
+        {"self": X.masked_fill(MASK, float("-inf")), "dim": -1}, {"self": draw(7), "dim": 0},
+        {"self": X, "dim": -1, "dtype": HALF},
+    ],
     "sqrt.default": [{"self": POSITIVE}],
     "sum.dim_IntList": [
         {"self": X, "dim": [1]}, {"self": X.to(HALF), "dim": [2], "keepdim": True}, {"self": COUNTS, "dim": [0]},
