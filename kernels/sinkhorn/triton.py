@@ -35,8 +35,8 @@ def sinkhorn_kernel(  # type: ignore[no-untyped-def]
     offsets = row // inner * x_stride_outer + row % inner * x_stride_inner + place * x_stride_d
     y = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     # What there is no matrix for stays zero, also where EPS is.
-    y = tl.where(mask, y / (tl.sum(y, 1)[:, None, :] + EPS), 0.0)
+    y = y / tl.where(mask, tl.sum(y, 1)[:, None, :] + EPS, 1.0)
     for _ in range(1, ITERATIONS):
-        y = tl.where(mask, y / (tl.sum(y, 2)[:, :, None] + EPS), 0.0)
-        y = tl.where(mask, y / (tl.sum(y, 1)[:, None, :] + EPS), 0.0)
+        y = y / tl.where(mask, tl.sum(y, 2)[:, :, None] + EPS, 1.0)
+        y = y / tl.where(mask, tl.sum(y, 1)[:, None, :] + EPS, 1.0)
     tl.store(y_ptr + row * (SIZE * SIZE) + place, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -89,6 +89,13 @@ def test_norms_of_rows_anywhere(rows: int, width: int, dtype: torch.dtype, same:
         check("layer_norm", {"x": x, "weight": weight, "bias": bias, "eps": 1e-5}, same)
 
 
+@pytest.mark.parametrize(("rows", "size"), [(1, 4), (70, 3), (3, 20), (2, 1)])
+def test_matrices_of_rows_anywhere(rows: int, size: int, same: Callable[..., None]) -> None:
+    for x in strided(Draw(torch.float32, DEVICE), rows, size * size):
+        for eps in (0.0, 0.5):
+            check("sinkhorn", {"x": x.abs() + 0.1, "size": size, "iterations": 4, "eps": eps}, same)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("cast_before_scale", [False, True])

@@ -35,6 +35,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TYPES = NAMES | {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 BY_NAME = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
+    "int64": "i64",
 }  # fmt: skip
 SHARED_BYTES = 160 * 1024
 
@@ -425,6 +426,56 @@ def entry_uses(capability: tuple[int, int], dtype: Dtype, cache: Dtype | None = 
         args |= {} if window is None else {"window": Const(window)}
         found.append(use_of(Node("precast.paged_entry_attention", args, results), taken, target))
     return found
+
+
+def made_uses(capability: tuple[int, int]) -> list[Use]:
+    """How DeepSeek-V4-Flash's entries are made, of 128 tokens, and of 4 with overlap, and kept; and the matrices that
+    its streams are mixed with."""
+    target, found = Target("cuda", capability), []
+    lengths = {
+        "slots": TensorType("int32", ("B",)), "cu_seqlens": TensorType("int32", (add("B", 1),)),
+        "kv_lens": TensorType("int32", ("B",)),
+    }  # fmt: skip
+    for width, channels in ((128, 512), (8, 1024)):
+        tokens = TensorType("bfloat16", (1, "T", channels))
+        types = {"kv": tokens, "gate": tokens, "bias": TensorType("float32", (width, 512))}
+        types |= {"state": TensorType("bfloat16", ("P", 2, width, channels))} | lengths
+        result = Value("y", TensorType("bfloat16", (1, "T", 512)))
+        args = {name: Ref(name) for name in types}
+        found.append(use_of(Node("precast.stateful_compress", args, (result,)), types, target))
+    types = {
+        "entries": TensorType("bfloat16", (1, "T", 512)), "cache": TensorType("bfloat16", ("P", 16, 512)),
+        "slot_mapping": TensorType("int64", ("T",)),
+    }  # fmt: skip
+    args = {name: Ref(name) for name in types} | {"rate": Const(4)}
+    found.append(use_of(Node("precast.write_entries", args, ()), types, target))
+    types = {"x": TensorType("float32", (1, "T", 16))}
+    args = {"x": Ref("x"), "size": Const(4), "iterations": Const(20), "eps": Const(1e-6)}
+    found.append(use_of(Node("precast.sinkhorn", args, (Value("y", types["x"]),)), types, target))
+    types = {"self": TensorType("float32", (1, "T", 4, 4))}
+    args = {"self": Ref("self"), "dim": Const(-1)}
+    found.append(use_of(Node("aten.softmax.int", args, (Value("y", types["self"]),)), types, target.without_torch))
+    types = {"self": TensorType("bfloat16", (1, "T", 256)), "index": TensorType("int64", (1, "T", 6))}
+    args = {"self": Ref("self"), "dim": Const(-1), "index": Ref("index")}
+    result = Value("y", TensorType("bfloat16", (1, "T", 6)))
+    found.append(use_of(Node("aten.gather.default", args, (result,)), types, target.without_torch))
+    return found
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "use",
+    [use for capability in ((8, 0), (8, 9), (9, 0)) for use in made_uses(capability)],
+    ids=lambda use: f"{use.node.op} {use.target.text}",
+)
+def test_what_stands_beside_attention_over_entries_compiles(use: Use, tmp_path: Path) -> None:
+    launches = resolve(use, {"T": 1}).record.runs
+    assert callable(launches)
+    for launch in launches(use):
+        found = compiled_launch(use, launch)
+
+        assert len(found.asm["cubin"]) > 0
+        assert stack_bytes(found, tmp_path) == 0
 
 
 @pytest.mark.usefixtures("fresh_compiler")
