@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precast.ir.graph.symbols import add
+from precast.ir.graph.symbols import add, ceildiv
 from precast.kernels.blocks import power_of_two
 from precast.kernels.records import Condition, Launch, Pointer, Stride
 from precast.kernels.rows import known
@@ -13,6 +13,8 @@ MAX_WIDTH = 512
 """Tokens that an entry is made of, at most."""
 _TILE, _CHANNELS = 4096, 128
 """Elements that a program holds of such tokens, and channels of these at most."""
+_TOKENS = 16
+"""Tokens of a program that aren't a sequence's first ones."""
 
 
 def _has_known_sizes(use: Use) -> bool:
@@ -23,24 +25,24 @@ HAS_KNOWN_SIZES = Condition(f"entries of known size, of at most {MAX_WIDTH} toke
 
 
 def compress(use: Use) -> tuple[Launch, ...]:
-    """One launch: sequences, with their first tokens and their states, and all tokens."""
+    """One launch: sequences, with their first tokens and their states, and blocks of all tokens."""
     (width, size), channels = (known(use, "bias", axis) for axis in (0, 1)), known(use, "kv", 2)
-    sequences, has_pdl = sequences_of(use), use.target.capability >= (9, 0)
+    tokens, sequences, has_pdl = use.shape("kv")[1], sequences_of(use), use.target.capability >= (9, 0)
     block = min(power_of_two(size), _CHANNELS, _TILE // power_of_two(width))
     return (
         Launch(
             "precast.kernels.compress.triton:compress_kernel",
-            (-(-size // block), add(sequences, use.shape("kv")[1])),
+            (-(-size // block), add(sequences, ceildiv(tokens, _TOKENS))),
             (
                 Pointer("out.0"), Pointer("kv"), Pointer("gate"), Pointer("bias"),
                 *(Pointer(name) if use.has(name) else None for name in ("state", "slots", "cu_seqlens", "kv_lens")),
-                sequences, *(Stride(name, axis) for name in ("kv", "gate") for axis in (1, 2)),
+                sequences, tokens, *(Stride(name, axis) for name in ("kv", "gate") for axis in (1, 2)),
                 *(Stride("bias", axis) for axis in (0, 1)),
                 *(Stride("state", axis) if use.has("state") else 0 for axis in range(4)),
             ),
             {
                 "SIZE": size, "WIDTH": width, "RATE": width if channels == size else width // 2,
-                "BLOCK_W": power_of_two(width), "BLOCK_D": block, "PDL": has_pdl,
+                "BLOCK_T": _TOKENS, "BLOCK_W": power_of_two(width), "BLOCK_D": block, "PDL": has_pdl,
             },
             pdl=has_pdl,
         ),

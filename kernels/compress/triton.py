@@ -1,7 +1,7 @@
 """The compression of blocks in Triton over packed sequences, with the update of their states: one launch.
 
 Entries of a sequence's first tokens, which see what its slot holds, are computed by programs that also write the slot;
-no other program touches it. Of all other tokens each has programs of its own, which see tokens of this step alone.
+no other program touches it. All others see tokens of this step alone, whatever sequence they are of.
 """
 
 # To pyright a kernel that is called by another returns nothing.
@@ -12,9 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.sparse_attention.triton_attend import sequence_of
 from precast.kernels.stateful.triton import tokens_of
 from precast.kernels.triton_chain import wait_for_previous
+
+# Sequences whose bounds are compared with tokens together.
+_TOGETHER = tl.constexpr(64)
 
 
 @triton.jit
@@ -39,7 +41,25 @@ def _entry(scores, kv):  # type: ignore[no-untyped-def]
     return tl.sum(shares * kv, 0) / tl.sum(shares, 0)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit
+def _places_of(t, cu_seqlens_ptr, kv_lens_ptr, num_sequences):  # type: ignore[no-untyped-def]
+    """Of tokens `t` [T]: how many of their sequence are before them in this step, and their positions; -1 for padding,
+    both."""
+    sequence = tl.zeros_like(t)
+    for start in range(0, num_sequences, _TOGETHER):
+        each = start + tl.arange(0, _TOGETHER)
+        end = tl.load(cu_seqlens_ptr + each + 1, mask=each < num_sequences, other=0)
+        sequence += tl.sum(((each < num_sequences)[None, :] & (end[None, :] <= t[:, None])).to(tl.int32), 1)
+    is_real = sequence < num_sequences
+    place = t - tl.load(cu_seqlens_ptr + sequence, mask=is_real, other=0)
+    position = place
+    if kv_lens_ptr is not None:
+        after = tl.load(cu_seqlens_ptr + sequence + 1, mask=is_real, other=0) - t
+        position = tl.load(kv_lens_ptr + sequence, mask=is_real, other=0) - after
+    return tl.where(is_real, place, -1), tl.where(is_real, position, -1)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def compress_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     kv_ptr,
@@ -50,6 +70,7 @@ def compress_kernel(  # type: ignore[no-untyped-def]
     cu_seqlens_ptr,
     kv_lens_ptr,
     num_sequences,
+    num_tokens,
     kv_stride_t,
     kv_stride_c,
     gate_stride_t,
@@ -63,11 +84,13 @@ def compress_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     RATE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_D elements of the entries of a sequence's first WIDTH tokens, with its state, or of one token.
+    """BLOCK_D elements of the entries of a sequence's first WIDTH tokens, with its state, or of those of BLOCK_T tokens
+    that are none of these.
 
     The first `num_sequences` programs are those of sequences, the others those of tokens: they also write zeros where
     no block ends, and after the last sequence. Blocks overlap if WIDTH is twice RATE. `state_ptr` with `slots_ptr` and
@@ -82,26 +105,23 @@ def compress_kernel(  # type: ignore[no-untyped-def]
     bias = tl.load(bias_ptr + j * bias_stride_w + d[None, :] * bias_stride_d, mask=mask, other=0.0).to(tl.float32)
     program = tl.program_id(1)
     if program >= num_sequences:
-        token = (program - num_sequences).to(tl.int64)
-        sequence = sequence_of(cu_seqlens_ptr, token, num_sequences)
-        is_real = sequence < num_sequences
-        first = tl.load(cu_seqlens_ptr + sequence, mask=is_real, other=0)
-        place = token.to(tl.int32) - first
-        position = place
-        if kv_lens_ptr is not None:
-            after = tl.load(cu_seqlens_ptr + sequence + 1, mask=is_real, other=0) - token.to(tl.int32)
-            position = tl.load(kv_lens_ptr + sequence, mask=is_real, other=0) - after
-        is_end = is_real & ((position + 1) % RATE == 0)
-        target_ptr = y_ptr + token * SIZE + d
-        if is_end & (place >= WIDTH):
-            rows = (token - WIDTH + 1 + j).to(tl.int64)
-            kv = tl.load(kv_ptr + rows * kv_stride_t + channel * kv_stride_c, mask=mask, other=0.0)
-            gate = tl.load(gate_ptr + rows * gate_stride_t + channel * gate_stride_c, mask=mask, other=0.0)
-            scores = tl.where(j < WIDTH, gate.to(tl.float32) + bias, float("-inf"))
-            y = _entry(scores, kv.to(tl.float32))
-            tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=d < SIZE)
-        elif is_end == 0:
-            tl.store(target_ptr, tl.zeros([BLOCK_D], y_ptr.dtype.element_ty), mask=d < SIZE)
+        begin = (program - num_sequences) * BLOCK_T
+        lane = tl.arange(0, BLOCK_T)
+        place, position = _places_of(begin + lane, cu_seqlens_ptr, kv_lens_ptr, num_sequences)
+        is_end = (place >= 0) & ((position + 1) % RATE == 0)
+        is_between = (begin + lane < num_tokens) & (is_end == 0)
+        target = y_ptr + (begin + lane).to(tl.int64)[:, None] * SIZE + d[None, :]
+        zeros = tl.zeros([BLOCK_T, BLOCK_D], y_ptr.dtype.element_ty)
+        tl.store(target, zeros, mask=is_between[:, None] & (d < SIZE)[None, :])
+        for i in range(0, BLOCK_T):
+            if tl.sum(((lane == i) & is_end & (place >= WIDTH)).to(tl.int32), 0) > 0:
+                token = begin.to(tl.int64) + i
+                rows = token - WIDTH + 1 + j
+                kv = tl.load(kv_ptr + rows * kv_stride_t + channel * kv_stride_c, mask=mask, other=0.0)
+                gate = tl.load(gate_ptr + rows * gate_stride_t + channel * gate_stride_c, mask=mask, other=0.0)
+                scores = tl.where(j < WIDTH, gate.to(tl.float32) + bias, float("-inf"))
+                y = _entry(scores, kv.to(tl.float32))
+                tl.store(y_ptr + token * SIZE + d, y.to(y_ptr.dtype.element_ty), mask=d < SIZE)
         return
 
     first, count, slot, continues = tokens_of(cu_seqlens_ptr, slots_ptr, kv_lens_ptr, program)
