@@ -11,7 +11,7 @@ from precast.kernels.use import Use
 
 MAX_WIDTH = 512
 """Tokens that an entry is made of, at most."""
-_TILE, _CHANNELS = 4096, 128
+_TILE, _CHANNELS = 2048, 128
 """Elements that a program holds of such tokens, and channels of these at most."""
 _TOKENS = 16
 """Tokens of a program that aren't a sequence's first ones."""

@@ -25,6 +25,7 @@ _ALONG = Condition("one dimension of known size to sum, and few others", arithme
 _AXES = Condition(f"at most {copies.MAX_AXES} axes before the last", copies.has_few_axes)
 _ALL_ROWS = Condition("elements of each row, along the last dimension", rows.takes_all_rows)
 _NUMBERS = Condition("rows of numbers, along the last dimension", rows.has_rows_of_numbers)
+_FEW = Condition("few of rows of numbers, along the last dimension", rows.has_few_of_rows)
 _MATRICES = Condition(f"matrices on at most {products.MAX_AXES} axes", products.has_matrices)
 
 RECORDS = (
@@ -36,6 +37,7 @@ RECORDS = (
     _triton("aten.cat.default", copies.joined, _AXES),
     _triton("aten.gather.default", rows.gather, _ALL_ROWS),
     _triton("aten.softmax.int", rows.softmax, _NUMBERS),
+    _triton("aten.topk.default", rows.topk, _FEW),
     replace(
         _triton("aten.matmul.default", products.matmul, _MATRICES),
         dtypes=dict.fromkeys(("self", "other"), COMPUTED),

@@ -1,4 +1,4 @@
-"""Ops along the last dimension, row by row: elements by their numbers, and softmax."""
+"""Ops along the last dimension, row by row: elements by their numbers, softmax, the largest ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from precast.kernels.fused.launches import MAX_ROW, tile
 from precast.kernels.records import Launch, Pointer
 from precast.kernels.rows import COMPUTED, has_rows, known, rows_of
 from precast.kernels.use import Use
+
+_MOST = 64
+"""Elements of a row that are looked for one after the other."""
 
 
 def gather(use: Use) -> tuple[Launch, ...]:
@@ -45,6 +48,34 @@ def softmax(use: Use) -> tuple[Launch, ...]:
     )
 
 
+def topk(use: Use) -> tuple[Launch, ...]:
+    """`topk` along the last dimension."""
+    x, width = rows_of(use, "self"), known(use, "self", -1)
+    columns, rows = tile(width, whole=True)
+    has_pdl = use.target.capability >= (9, 0)
+    return (
+        Launch(
+            "precast.kernels.without_torch.triton:topk_kernel",
+            (ceildiv(x.total, rows),),
+            (Pointer("self"), Pointer("out.0"), Pointer("out.1"), x.total, width, x.inner, *x.strides),
+            constants={"COUNT": _count(use), "ROWS": rows, "COLUMNS": columns, "PDL": has_pdl},
+            num_warps=max(4, min(16, rows * columns // 512)),
+            pdl=has_pdl,
+        ),
+    )
+
+
+def has_few_of_rows(use: Use) -> bool:
+    """Whether a `topk` is of few elements, along the last dimension, of rows that a program can hold."""
+    is_wanted = use.constant("largest") is not False and 0 < _count(use) <= _MOST
+    return is_wanted and has_rows_of_numbers(use)
+
+
+def _count(use: Use) -> int:
+    count = use.constant("k")
+    return count if isinstance(count, int) else 0
+
+
 def takes_all_rows(use: Use) -> bool:
     """Whether a gather is along the last dimension, and has each row of `self`."""
     is_even = use.shape("self")[:-1] == use.shape("index")[:-1]
@@ -52,10 +83,10 @@ def takes_all_rows(use: Use) -> bool:
 
 
 def has_rows_of_numbers(use: Use) -> bool:
-    """Whether a softmax is along the last dimension, of rows that a program can hold."""
+    """Whether an op is along the last dimension, of rows that a program can hold."""
     is_float = {use.result.dtype, use.operands["self"].type.dtype} <= set(COMPUTED)
     return is_float and _is_last(use) and has_rows(use, "self") and known(use, "self", -1) <= MAX_ROW
 
 
 def _is_last(use: Use) -> bool:
-    return use.constant("dim") in (-1, len(use.shape("self")) - 1)
+    return use.constant("dim") in (None, -1, len(use.shape("self")) - 1)

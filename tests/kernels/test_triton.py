@@ -459,6 +459,10 @@ def made_uses(capability: tuple[int, int]) -> list[Use]:
     args = {"self": Ref("self"), "dim": Const(-1), "index": Ref("index")}
     result = Value("y", TensorType("bfloat16", (1, "T", 6)))
     found.append(use_of(Node("aten.gather.default", args, (result,)), types, target.without_torch))
+    types = {"self": TensorType("float32", ("T", 256))}
+    results = Value("y", TensorType("float32", ("T", 6))), Value("ids", TensorType("int64", ("T", 6)))
+    args = {"self": Ref("self"), "k": Const(6), "sorted": Const(False)}
+    found.append(use_of(Node("aten.topk.default", args, results), types, target.without_torch))
     return found
 
 
