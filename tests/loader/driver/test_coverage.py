@@ -28,7 +28,8 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 COVERED: dict[str, dict[str, Any]] = {
     "cohere2": {}, "deepseek_v4": EXPERTS["deepseek_v4"][1], "glm4_moe": {"first_k_dense_replace": 2},
-    "granite": {}, "lfm2": {}, "mamba": {}, "mixtral": {"num_local_experts": 4}, "phi3": {}, "qwen2": {}, "starcoder2": {},
+    "granite": {}, "lfm2": {}, "mamba": {}, "mixtral": {"num_local_experts": 4}, "phi3": {}, "qwen2": {},
+    "starcoder2": {},
 }  # fmt: skip
 """Beside those of `test_program.py`; docs/models.md has all."""
 UNCOVERED = {
