@@ -55,6 +55,7 @@ class OpSpec:
     axes, `2F` for a multiple and `B+1` for a sum; one letter has one size in a call. `"*"` alone: as a word among the
     arguments says. `dtypes` names the element types of each tensor argument that it takes. `tolerances` are for the
     largest of the floating results' dtypes, and for what is written; a dtype that isn't in it must be met exactly.
+    `products_of` names the argument in whose type kernels multiply, where results are wider: its tolerances count then.
     """
 
     name: str
@@ -64,6 +65,7 @@ class OpSpec:
     dtypes: Mapping[str, tuple[torch.dtype, ...]]
     reference: Callable[..., Any]
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
+    products_of: str | None = None
 
     @property
     def torch_name(self) -> str:

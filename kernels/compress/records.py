@@ -1,4 +1,4 @@
-"""What computes the compression of blocks: the definition, on all devices."""
+"""What computes the compression of blocks: Triton on GPUs, else the definition."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from msgspec.structs import replace
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, mul
+from precast.kernels.compress import launches
 from precast.kernels.records import Record, reference
 from precast.kernels.stateful.form_records import sequences_of
+from precast.kernels.stateful.launch_records import launch_records
 from precast.kernels.use import Use, wide
 
 
@@ -37,4 +39,8 @@ def _record(name: str, workspace: Callable[[Use], Expr]) -> Record:
                    runs=f"precast.kernels.compress.compress:{name}")  # fmt: skip
 
 
-RECORDS = (_record("stateful_compress", _compressed), _record("compress", _beginning))
+RECORDS = (
+    *launch_records("compress", launches.compress, takes=(launches.HAS_KNOWN_SIZES,)),
+    _record("stateful_compress", _compressed),
+    _record("compress", _beginning),
+)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul, numel
 from precast.kernels.embedding import part_launches
 from precast.kernels.gather_rows import launches
 from precast.kernels.records import Condition, reference
-from precast.kernels.rows import in_triton
+from precast.kernels.rows import COMPUTED, in_triton
 from precast.kernels.use import Use, type_bytes
 
 
@@ -18,8 +20,7 @@ def _embedding(use: Use) -> Expr:
 
 def _has_one_row_of_ids(use: Use) -> bool:
     shape = use.shape("ids")
-    is_table = use.operands["weight"].type.dtype != "int64"
-    return is_table and bool(shape) and all(size == 1 for size in shape[:-1]) and bool(use.number("weight", -1))
+    return bool(shape) and all(size == 1 for size in shape[:-1]) and bool(use.number("weight", -1))
 
 
 def _sharded_embedding(use: Use) -> Expr:
@@ -28,15 +29,14 @@ def _sharded_embedding(use: Use) -> Expr:
     return add(places, type_bytes(use.result), _embedding(use), 512)
 
 
+_ONE_ROW = Condition("one row of ids, and a weight of known width", _has_one_row_of_ids)
+
 RECORDS = (
-    in_triton(
-        "precast.embedding", launches.embedding, ("weight",),
-        Condition("one row of ids, and a weight of floats of known width", _has_one_row_of_ids),
+    replace(
+        in_triton("precast.embedding", launches.embedding, ("weight",), _ONE_ROW),
+        dtypes={"weight": (*COMPUTED, "int64")},
     ),
     reference("precast.embedding", "embedding.embedding", _embedding),
-    in_triton(
-        "precast.sharded_embedding", part_launches.sharded_embedding, ("weight",),
-        Condition("one row of ids, and a weight of floats of known width", _has_one_row_of_ids),
-    ),
+    in_triton("precast.sharded_embedding", part_launches.sharded_embedding, ("weight",), _ONE_ROW),
     reference("precast.sharded_embedding", "embedding.sharded_embedding", _sharded_embedding),
-)  # fmt: skip
+)

@@ -41,4 +41,5 @@ ENTRY_ATTENTION = OpSpec(
     dtypes={"q": FLOAT, "entries": FLOAT, "selected": (torch.int32,), "cu_seqlens": (torch.int32,)},
     reference=entry_attention,
     tolerances=PRODUCT,
+    products_of="q",
 )

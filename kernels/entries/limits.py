@@ -5,3 +5,6 @@ MAX_SCORES = 1 << 24
 over 131,072 entries."""
 MAX_ENTRIES = 1 << 24
 """Elements of gathered entries that exist at a time, if that is one query's: 64 MiB in float32."""
+MAX_SIZE = 512
+"""Elements of an entry that `precast.kernels.entries.triton_attend` takes: so many fit into registers and shared
+memory."""

@@ -55,4 +55,5 @@ PAGED_ENTRY_ATTENTION = OpSpec(
     dtypes={"q": FLOAT, "cache": STORED} | dict.fromkeys(("selected", *PAGES_AXES), (torch.int32,)),
     reference=paged_entry_attention,
     tolerances=PRODUCT,
+    products_of="q",
 )

@@ -1,17 +1,21 @@
-"""What computes attention over entries: the definitions, on all devices."""
+"""What computes attention over entries: over pages Triton on GPUs; else the definitions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, maximum, minimum, mul
 from precast.kernels.attention.workspace import keys_of
-from precast.kernels.entries.limits import MAX_ENTRIES, MAX_SCORES
-from precast.kernels.records import Record, reference
+from precast.kernels.entries import launches
+from precast.kernels.entries.limits import MAX_ENTRIES, MAX_SCORES, MAX_SIZE
+from precast.kernels.records import Condition, Record, nothing, reference
+from precast.kernels.sparse_attention import launches as selection_launches
 from precast.kernels.sparse_attention import limits as selection
+from precast.kernels.sparse_attention.records import CONVERTS, SCORES
 from precast.kernels.use import Use, copied, numbers, wide
 
 
@@ -71,10 +75,35 @@ def _reference(op: str, workspace: Callable[[Use], Expr]) -> Record:
     return msgspec.structs.replace(reference(f"precast.{op}", f"entries.{op}", workspace), control="host")
 
 
+def _known_sizes(use: Use) -> bool:
+    heads, size, page = (use.number(*axis) or 0 for axis in (("q", 2), ("q", 3), ("cache", 1)))
+    is_known = not use.has("selected") or bool(use.number("selected", 2))
+    return heads > 0 and 0 < size <= MAX_SIZE and page > 0 and is_known
+
+
+_FITS = Condition(f"entries of at most {MAX_SIZE} elements", _known_sizes)
+_KNOWN = Condition(
+    "entries of known sizes", lambda use: bool(use.number("entries", 2)) and bool(use.number("cache", 1))
+)
+_TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0), "allocates": False}
+_COMPUTED: dict[str, Any] = {"dtypes": {"q": ("float16", "bfloat16", "float32")}}
+
 RECORDS = (
+    Record(
+        name="triton.paged_entry_attention", op="precast.paged_entry_attention", **_TRITON, **_COMPUTED,
+        takes=(_FITS, CONVERTS), workspace=launches.attend_workspace, runs=launches.attend,
+    ),
+    Record(
+        name="triton.paged_select_entries", op="precast.paged_select_entries", **_TRITON, **_COMPUTED,
+        takes=(SCORES, CONVERTS), workspace=selection_launches.select_workspace, runs=selection_launches.select_keys,
+    ),
+    Record(
+        name="triton.write_entries", op="precast.write_entries", **_TRITON, takes=(_KNOWN, CONVERTS),
+        workspace=nothing, runs=launches.write_entries,
+    ),
     reference("precast.write_entries", "entries.write_entries", _written),
     _reference("entry_attention", lambda use: _attended(use, _packed(use), "entries")),
     _reference("paged_entry_attention", lambda use: _attended(use, _held(use), "cache")),
     _reference("select_entries", lambda use: _selected(use, _packed(use), "entries")),
     _reference("paged_select_entries", lambda use: _selected(use, _held(use), "cache")),
-)
+)  # fmt: skip

@@ -150,6 +150,7 @@ def write_latent(use: Use) -> tuple[Launch, ...]:
             ),
             constants={
                 "PAGE_SIZE": known(use, "cache", 1),
+                "RATE": 1,
                 "LATENT": latent,
                 "ROPE": rope,
                 "BLOCK_C": power_of_two(latent),

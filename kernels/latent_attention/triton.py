@@ -480,6 +480,7 @@ def write_latent_kernel(  # type: ignore[no-untyped-def]
     cache_stride_c,
     slot_mapping_stride,
     PAGE_SIZE: tl.constexpr,
+    RATE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -487,11 +488,16 @@ def write_latent_kernel(  # type: ignore[no-untyped-def]
     LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`precast.write_latent`, a token a program. A slot outside of the cache is taken like padding: never written."""
+    """`precast.write_latent`, a token a program. A slot outside of the cache is taken like padding: never written.
+
+    A cache with a slot for each RATE tokens is given what stands at the last of these.
+    """
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token * slot_mapping_stride)
-    if (slot >= 0) & (slot < num_slots):
+    is_last = (slot + 1) % RATE == 0
+    slot = tl.where(slot >= 0, slot // RATE, -1)
+    if is_last & (slot >= 0) & (slot < num_slots):
         c = tl.arange(0, BLOCK_C)
         r = tl.arange(0, BLOCK_R)
         dtype: tl.constexpr = cache_ptr.dtype.element_ty

@@ -46,6 +46,7 @@ def write_index_keys(use: Use) -> tuple[Launch, ...]:
             ),
             constants={
                 "PAGE_SIZE": known(use, "cache", 1),
+                "RATE": 1,
                 "LATENT": size,
                 "ROPE": 0,
                 "BLOCK_C": power_of_two(size),
@@ -65,7 +66,8 @@ def select_workspace(use: Use) -> Expr:
 
 
 def select_keys(use: Use) -> tuple[Launch, ...]:
-    """`precast.paged_select_keys`: the scores of sequences with one query, then what is selected of all."""
+    """`precast.paged_select_keys` and `precast.paged_select_entries`: the scores of sequences with one query, then what
+    is selected of all."""
     sequences, tokens = add(use.shape("cu_seqlens")[0], -1), use.shape("q")[1]
     tile, queries = _score_tile(use), _queries(use)
     parts = by_slots(sequences, SELECT_PARTS)
@@ -78,6 +80,7 @@ def select_keys(use: Use) -> tuple[Launch, ...]:
     assert isinstance(count, int), "count is a number"
     constants = {
         "COUNT": count,
+        "RATE": use.constant("rate") or 1,
         "PAGE_SIZE": known(use, "cache", 1),
         "HEADS": known(use, "q", 2),
         "SIZE": size,

@@ -72,13 +72,15 @@ def _few_heads(use: Use) -> bool:
     return bool(use.number("cache", 1)) and 0 < (heads or 0) <= MAX_HEADS and 0 < (size or 0) <= MAX_SIZE
 
 
-_CONVERTS = Condition(
+CONVERTS = Condition(
     "compute capability 8.9 or higher for a cache of 8 bits",
     lambda use: use.width("cache") > 1 or use.target.capability >= (8, 9),
 )
+"""Of ops with a `cache`."""
 _SAME = Condition("a weight of q's type", lambda use: use.operands["weight"].type.dtype == use.operands["q"].type.dtype)
 _FITS = Condition(f"a latent of at most {MAX_LATENT} elements, and {MAX_ROPE} that heads share", _few_elements)
-_SCORES = Condition(f"at most {MAX_HEADS} heads of at most {MAX_SIZE} elements", _few_heads)
+SCORES = Condition(f"at most {MAX_HEADS} heads of at most {MAX_SIZE} elements", _few_heads)
+"""Of ops that select from a `cache`."""
 _KNOWN = Condition("keys of known sizes", lambda use: bool(use.number("k", 2)) and bool(use.number("cache", 1)))
 _TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0), "allocates": False}
 _COMPUTED: dict[str, Any] = {"dtypes": {"q": ("float16", "bfloat16", "float32")}}
@@ -86,14 +88,14 @@ _COMPUTED: dict[str, Any] = {"dtypes": {"q": ("float16", "bfloat16", "float32")}
 RECORDS = (
     Record(
         name="triton.paged_select_keys", op="precast.paged_select_keys", **_TRITON, **_COMPUTED,
-        takes=(_SCORES, _CONVERTS), workspace=launches.select_workspace, runs=launches.select_keys,
+        takes=(SCORES, CONVERTS), workspace=launches.select_workspace, runs=launches.select_keys,
     ),
     Record(
         name="triton.paged_sparse_latent_attention", op="precast.paged_sparse_latent_attention", **_TRITON, **_COMPUTED,
-        takes=(_SAME, _FITS, _CONVERTS), workspace=launches.attend_workspace, runs=launches.attend,
+        takes=(_SAME, _FITS, CONVERTS), workspace=launches.attend_workspace, runs=launches.attend,
     ),
     Record(
-        name="triton.write_index_keys", op="precast.write_index_keys", **_TRITON, takes=(_KNOWN, _CONVERTS),
+        name="triton.write_index_keys", op="precast.write_index_keys", **_TRITON, takes=(_KNOWN, CONVERTS),
         workspace=nothing, runs=launches.write_index_keys,
     ),
     _reference("paged_select_keys", lambda use: _selected(use, _longest(use), "cache")),

@@ -137,22 +137,12 @@ def attend_kernel(  # type: ignore[no-untyped-def]
         tl.store(weight_ptr + 2 * place + 1, total, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
-def join_kernel(  # type: ignore[no-untyped-def]
-    y_ptr,
-    partial_ptr,
-    weight_ptr,
-    num_parts,
-    HEADS: tl.constexpr,
-    LATENT: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def joined(  # type: ignore[no-untyped-def]
+    partial_ptr, weight_ptr, row, num_parts, LATENT: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr
 ):
-    """What the parts of a token found for a head, joined: y = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) total_s, with
-    m = max_s m_s. PARTS are joined at a time, in order."""
-    wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    """The parts of a row, joined: sum_s 2^(m_s - m) acc_s, with m = max_s m_s; m, and sum_s 2^(m_s - m) total_s, both
+    [1]. PARTS are joined at a time, in order."""
     c = tl.arange(0, BLOCK_C)
     highest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -173,5 +163,25 @@ def join_kernel(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(totals * weights, 0)
         acc = acc * fade + tl.sum(values * weights[:, None], 0)
         highest = new_highest
+    return acc, highest, total
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def join_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    partial_ptr,
+    weight_ptr,
+    num_parts,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What the parts of a token found for a head, joined: y = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) total_s."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    c = tl.arange(0, BLOCK_C)
+    acc, _, total = joined(partial_ptr, weight_ptr, row, num_parts, LATENT, BLOCK_C, PARTS)
     y = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(y_ptr + row * LATENT + c, y.to(y_ptr.dtype.element_ty), mask=c < LATENT)

@@ -1,5 +1,6 @@
 """`precast.paged_select_keys` in Triton: scores of keys, and the positions of the largest. Nothing is read back to the
-host, and nothing is sorted.
+host, and nothing is sorted. `precast.paged_select_entries` is the same with a key for each RATE tokens, so that keys
+have numbers in the place of positions, and a query sees those whose tokens it all sees.
 
 A score is kept as an integer of the same order. Which of a row's scores is the least that is selected is found bit by
 bit, among few of them (`_least_of`); a last pass over the row writes the positions of those above it, and of as many of
@@ -181,9 +182,9 @@ def _least_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _write_largest(  # type: ignore[no-untyped-def]
-    out_ptr, scores_ptr, kept_ptr, num_keys, page_start, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr, scores_ptr, kept_ptr, num_keys, first_key, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes the positions of the COUNT largest of scores, of which there are more, in ascending order."""
+    """Writes the numbers of the COUNT largest of scores, of which there are more, in ascending order."""
     lane = tl.arange(0, BLOCK)
     least, above = _least_of(scores_ptr, kept_ptr, num_keys, COUNT, GROUPS, BLOCK)
     equals = COUNT - above
@@ -195,31 +196,31 @@ def _write_largest(  # type: ignore[no-untyped-def]
         rank = tl.cumsum(is_equal.to(tl.int32), 0)
         kept = (exists & (scores > least)) | (is_equal & (rank <= equals))
         place = written + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(out_ptr + place, page_start + first + lane, mask=kept & (place < COUNT))
+        tl.store(out_ptr + place, first_key + first + lane, mask=kept & (place < COUNT))
         written += tl.sum(kept.to(tl.int32), 0)
         equals -= tl.sum(is_equal.to(tl.int32), 0)
 
 
 @triton.jit
-def _write_all(out_ptr, num_keys, page_start, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the positions of all keys, no more than COUNT, then -1."""
+def _write_all(out_ptr, num_keys, first_key, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the numbers of all keys, no more than COUNT, then -1."""
     for first in range(0, COUNT, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        tl.store(out_ptr + place, tl.where(place < num_keys, page_start + place, -1), mask=place < COUNT)
+        tl.store(out_ptr + place, tl.where(place < num_keys, first_key + place, -1), mask=place < COUNT)
 
 
 @triton.jit
 def _sequence(  # type: ignore[no-untyped-def]
-    cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE: tl.constexpr
+    cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE: tl.constexpr, RATE: tl.constexpr
 ):
-    """A sequence's first token, its queries, its place in the page lists and its slots there, and its keys, counted
-    from the first that is kept, with the position of that."""
+    """A sequence's first token, its queries, its place in the page lists and its slots there, its tokens, and the
+    number of the first key that is kept."""
     first_token = tl.load(cu_seqlens_ptr + seq)
     num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
     first_page = tl.load(page_indptr_ptr + seq)
     num_slots = (tl.load(page_indptr_ptr + seq + 1) - first_page) * PAGE_SIZE
-    page_start = tl.load(page_start_ptr + seq)
-    return first_token, num_queries, first_page, num_slots, tl.load(kv_lens_ptr + seq) - page_start, page_start
+    kept = tl.load(page_start_ptr + seq) // RATE
+    return first_token, num_queries, first_page, num_slots, tl.load(kv_lens_ptr + seq), kept
 
 
 @triton.jit(do_not_specialize=["num_splits", "least_keys"])
@@ -243,6 +244,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     cache_stride_p,
     cache_stride_s,
     COUNT: tl.constexpr,
+    RATE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -258,10 +260,10 @@ def score_kernel(  # type: ignore[no-untyped-def]
     `scores`, int32, has a place for each slot of all page lists.
     """
     wait_for_previous(PDL)
-    first_token, num_queries, first_page, num_slots, num_keys, _ = _sequence(
-        cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, tl.program_id(0), PAGE_SIZE
+    first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
+        cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, tl.program_id(0), PAGE_SIZE, RATE
     )
-    num_keys = tl.minimum(num_keys, num_slots)
+    num_keys = tl.minimum(kv_len // RATE - kept, num_slots)
     split = tl.cdiv(tl.maximum(tl.cdiv(num_keys, num_splits), least_keys), BLOCK_N) * BLOCK_N
     low = tl.program_id(1) * split
     if (num_queries != 1) | (num_keys <= COUNT) | (low >= num_keys):
@@ -319,6 +321,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     cache_stride_p,
     cache_stride_s,
     COUNT: tl.constexpr,
+    RATE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -343,17 +346,17 @@ def select_kernel(  # type: ignore[no-untyped-def]
     kept_ptr += program * GROUPS
     num_programs = tl.num_programs(0)
     for seq in range(program, num_seqs, num_programs):
-        first_token, num_queries, first_page, num_slots, num_keys, page_start = _sequence(
-            cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE
+        first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
+            cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE, RATE
         )
-        num_keys = tl.minimum(num_keys, num_slots)
+        num_keys = tl.minimum(kv_len // RATE - kept, num_slots)
         row_ptr = out_ptr + first_token.to(tl.int64) * COUNT
         if num_queries == 1:
             if num_keys > COUNT:
                 place = first_page.to(tl.int64) * PAGE_SIZE
-                _write_largest(row_ptr, scores_ptr + place, kept_ptr, num_keys, page_start, COUNT, GROUPS, BLOCK)
+                _write_largest(row_ptr, scores_ptr + place, kept_ptr, num_keys, kept, COUNT, GROUPS, BLOCK)
             else:
-                _write_all(row_ptr, num_keys, page_start, COUNT, BLOCK)
+                _write_all(row_ptr, num_keys, kept, COUNT, BLOCK)
 
     num_tiles = 0
     longest = 0
@@ -374,14 +377,14 @@ def select_kernel(  # type: ignore[no-untyped-def]
             seq += tl.sum((ends <= tile).to(tl.int32), 0)
             begin = tl.maximum(begin, tl.max(tl.where(ends <= tile, ends, 0), 0))
             before += tl.sum(tiles, 0)
-        first_token, num_queries, first_page, num_slots, num_keys, page_start = _sequence(
-            cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE
+        first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
+            cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE, RATE
         )
         first_query = (tile - begin) * BLOCK_Q
         own_queries = tl.minimum(num_queries - first_query, BLOCK_Q)
-        # What the first query sees; each one after it sees a key more.
-        visible = num_keys - num_queries + first_query + 1
-        end = tl.minimum(visible + own_queries - 1, num_slots)
+        # The tokens that the first query sees; each one after it sees one more.
+        visible = kv_len - num_queries + first_query + 1
+        end = tl.minimum((visible + own_queries - 1) // RATE - kept, num_slots)
         if end > COUNT:
             q, weights = _heads(
                 q_ptr, weights_ptr, first_token + first_query, own_queries, q_stride_t, q_stride_h, q_stride_d,
@@ -395,12 +398,12 @@ def select_kernel(  # type: ignore[no-untyped-def]
             # Other threads of the program read what these wrote.
             tl.debug_barrier()
         for query in range(0, own_queries):
-            seen = tl.minimum(visible + query, num_slots)
+            seen = tl.minimum((visible + query) // RATE - kept, num_slots)
             row_ptr = out_ptr + (first_token + first_query + query).to(tl.int64) * COUNT
             if seen > COUNT:
-                _write_largest(row_ptr, own_ptr + query * stride, kept_ptr, seen, page_start, COUNT, GROUPS, BLOCK)
+                _write_largest(row_ptr, own_ptr + query * stride, kept_ptr, seen, kept, COUNT, GROUPS, BLOCK)
             else:
-                _write_all(row_ptr, seen, page_start, COUNT, BLOCK)
+                _write_all(row_ptr, seen, kept, COUNT, BLOCK)
         tl.debug_barrier()
 
     end = tl.load(cu_seqlens_ptr + num_seqs)

@@ -10,7 +10,7 @@ from precast.kernels.aten import ANOTHER_DTYPE
 from precast.kernels.linear.records import any_rows
 from precast.kernels.records import Condition, Launches, Record, nothing
 from precast.kernels.rows import COMPUTED
-from precast.kernels.without_torch import arithmetic, copies, products
+from precast.kernels.without_torch import arithmetic, copies, products, rows
 
 
 def _triton(op: str, runs: Launches, *takes: Condition) -> Record:
@@ -23,6 +23,9 @@ def _triton(op: str, runs: Launches, *takes: Condition) -> Record:
 _POINTWISE = Condition("arguments that the kernel of fused ops has", arithmetic.is_pointwise)
 _ALONG = Condition("one dimension of known size to sum, and few others", arithmetic.is_along_dimension)
 _AXES = Condition(f"at most {copies.MAX_AXES} axes before the last", copies.has_few_axes)
+_ALL_ROWS = Condition("elements of each row, along the last dimension", rows.takes_all_rows)
+_NUMBERS = Condition("rows of numbers, along the last dimension", rows.has_rows_of_numbers)
+_FEW = Condition("few of rows of numbers, along the last dimension", rows.has_few_of_rows)
 _MATRICES = Condition(f"matrices on at most {products.MAX_AXES} axes", products.has_matrices)
 
 RECORDS = (
@@ -32,6 +35,9 @@ RECORDS = (
     ),
     *(_triton(op, arithmetic.along_dimension, _ALONG) for op in REDUCTIONS),
     _triton("aten.cat.default", copies.joined, _AXES),
+    _triton("aten.gather.default", rows.gather, _ALL_ROWS),
+    _triton("aten.softmax.int", rows.softmax, _NUMBERS),
+    _triton("aten.topk.default", rows.topk, _FEW),
     replace(
         _triton("aten.matmul.default", products.matmul, _MATRICES),
         dtypes=dict.fromkeys(("self", "other"), COMPUTED),

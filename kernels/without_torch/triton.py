@@ -1,4 +1,5 @@
-"""The kernels of this room: a copy between tensors with any strides, and products of matrices. Offsets have 64 bits.
+"""The kernels of this room: a copy between tensors with any strides, elements by their numbers in a row, softmax and
+the largest of rows, and products of matrices. Offsets have 64 bits.
 
 They are simple, and made for shapes of which no model has many.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from precast.kernels.triton_chain import wait_for_previous
+from precast.kernels.sparse_attention.triton_select import in_order
+from precast.kernels.triton_chain import stop_unless, wait_for_previous
 
 
 @triton.jit
@@ -28,6 +30,67 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     values = tl.load(x + a * x_a + b * x_b + c * x_c + column * x_column, mask=mask)
     tl.store(out + a * out_a + b * out_b + c * out_c + column * out_column, values, mask=mask)
+
+
+@triton.jit
+def gather_kernel(  # type: ignore[no-untyped-def]
+    x, index, out, num_rows, num_columns, num_taken, x_inner_size, index_inner_size,
+    x_outer, x_inner, x_column, index_outer, index_inner, index_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[row, i] = x[row, index[row, i]]."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    i = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    mask = (row < num_rows) & (i < num_taken)
+    wait_for_previous(PDL)
+    place = row // index_inner_size * index_outer + row % index_inner_size * index_inner + i * index_column
+    column = tl.load(index + place, mask=mask, other=0).to(tl.int64)
+    is_there = (column >= 0) & (column < num_columns)
+    stop_unless(tl.min(tl.min((is_there | (mask == 0)).to(tl.int32), 1), 0) == 1)
+    place = row // x_inner_size * x_outer + row % x_inner_size * x_inner + column * x_column
+    tl.store(out + row * num_taken + i, tl.load(x + place, mask=mask & is_there, other=0), mask=mask)
+
+
+@triton.jit
+def softmax_kernel(  # type: ignore[no-untyped-def]
+    x, out, num_rows, num_columns, inner_size, x_outer, x_inner, x_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Softmax of whole rows, in float32; what is given is rounded to the result's type first."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, COLUMNS).to(tl.int64)[None, :]
+    is_column = column < num_columns
+    wait_for_previous(PDL)
+    place = row // inner_size * x_outer + row % inner_size * x_inner + column * x_column
+    values = tl.load(x + place, mask=(row < num_rows) & is_column, other=0.0)
+    values = tl.where(is_column, values.to(out.dtype.element_ty).to(tl.float32), float("-inf"))
+    shares = tl.exp(values - tl.max(values, 1)[:, None])
+    shares = shares / tl.sum(shares, 1)[:, None]
+    tl.store(out + row * num_columns + column, shares.to(out.dtype.element_ty), mask=(row < num_rows) & is_column)
+
+
+@triton.jit
+def topk_kernel(  # type: ignore[no-untyped-def]
+    x, out, numbers, num_rows, num_columns, inner_size, x_outer, x_inner, x_column,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The COUNT largest of whole rows in descending order, and their numbers: of equal ones the first, and NaN is the
+    largest."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = (row < num_rows) & (column < num_columns)
+    wait_for_previous(PDL)
+    place = row // inner_size * x_outer + row % inner_size * x_inner + column.to(tl.int64) * x_column
+    values = tl.load(x + place, mask=mask, other=0.0)
+    # Below all numbers, which are integers of the same order.
+    left = tl.where(column < num_columns, in_order(values.to(tl.float32)), -(1 << 31))
+    for turn in range(0, COUNT):
+        number = tl.min(tl.where(left == tl.max(left, 1)[:, None], column, COLUMNS), 1)[:, None]
+        is_own = column == number
+        left = tl.where(is_own, -(1 << 31), left)
+        target = row * COUNT + turn
+        tl.store(out + target + column * 0, values, mask=mask & is_own)
+        tl.store(numbers + target, number.to(tl.int64), mask=row < num_rows)
 
 
 @triton.jit

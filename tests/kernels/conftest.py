@@ -52,12 +52,13 @@ def copied() -> Callable[[Sample], Sample]:
 
 
 @pytest.fixture
-def same() -> Callable[[OpSpec, Any, Any], None]:
-    """Asserts that results are equal within the spec's tolerances: `same(spec, found, expected)`."""
+def same() -> Callable[..., None]:
+    """Asserts that results are equal within the spec's tolerances: `same(spec, found, expected)`. A fourth argument is
+    the type in which products are computed, if that isn't the results'."""
 
-    def compare(spec: OpSpec, found: Any, expected: Any) -> None:
+    def compare(spec: OpSpec, found: Any, expected: Any, computed: torch.dtype | None = None) -> None:
         for x, y in zip(tensors_of(found), tensors_of(expected), strict=True):
-            rtol, atol = spec.tolerances.get(y.dtype, (0.0, 0.0))
+            rtol, atol = spec.tolerances.get(computed or y.dtype, (0.0, 0.0))
             torch.testing.assert_close(x, y, rtol=rtol, atol=atol, equal_nan=True)
 
     return compare

@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bflo
 SPECS = {spec.name.removeprefix("precast."): spec for spec in registry.specs()}
 OPS = (
     "rms_norm", "residual_rms_norm", "norm_residual_norm", "layer_norm", "gated_activation", "rotary", "rotary_tables",
-    "embedding", "gather_rows", "sharded_embedding",
+    "embedding", "gather_rows", "sharded_embedding", "sinkhorn",
 )  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,6 +87,13 @@ def test_norms_of_rows_anywhere(rows: int, width: int, dtype: torch.dtype, same:
         two = {"inner_weight": weight.sigmoid(), "weight": bias.sigmoid()}
         check("norm_residual_norm", {"x": x, "residual": residual, **two, **rule}, same)
         check("layer_norm", {"x": x, "weight": weight, "bias": bias, "eps": 1e-5}, same)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 4), (70, 3), (3, 20), (2, 1)])
+def test_matrices_of_rows_anywhere(rows: int, size: int, same: Callable[..., None]) -> None:
+    for x in strided(Draw(torch.float32, DEVICE), rows, size * size):
+        for eps in (0.0, 0.5):
+            check("sinkhorn", {"x": x.abs() + 0.1, "size": size, "iterations": 4, "eps": eps}, same)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -49,6 +49,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "eq.Scalar": [{"self": COUNTS, "other": 2}, {"self": MASK, "other": 0}],
     "floor.default": [{"self": 3 * X}],
     "full_like.default": [{"self": X.to(HALF), "fill_value": 2.5}, {"self": COUNTS, "fill_value": -3}],
+    "gather.default": [
+        {"self": X, "dim": -1, "index": (draw(1, 7, 3, 5) * 9).long() % 20},
+        {"self": X.to(HALF).transpose(1, 2), "dim": 3, "index": (draw(1, 3, 7, 9) * 9).long() % 20},
+        {"self": COUNTS, "dim": 1, "index": COUNTS[:, ::2] % 7}, {"self": draw(1030), "dim": 0, "index": COUNTS[1]},
+    ],
     "gelu.default": [{"self": X.to(HALF), "approximate": "tanh"}, {"self": X}],
     "log.default": [{"self": POSITIVE}],
     "log1p.default": [{"self": POSITIVE}],
@@ -65,10 +70,21 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "mul.Tensor": [{"self": X.to(HALF), "other": Y.to(HALF)}, {"self": X.to(HALF), "other": Y}],
     "pow.Tensor_Scalar": [{"self": X, "exponent": 2}],
     "rsqrt.default": [{"self": POSITIVE}],
+    "softmax.int": [
+        {"self": X, "dim": -1}, {"self": 9 * draw(1, 5, 4, 4), "dim": 3}, {"self": X.to(HALF), "dim": -1},
+        {"self": X.to(HALF).transpose(1, 2), "dim": -1, "dtype": torch.float32}, {"self": draw(3, 1500), "dim": 1},
+        {"self": X.masked_fill(MASK, float("-inf")), "dim": -1}, {"self": draw(7), "dim": 0},
+        {"self": X, "dim": -1, "dtype": HALF},
+    ],
     "sqrt.default": [{"self": POSITIVE}],
     "sum.dim_IntList": [
         {"self": X, "dim": [1]}, {"self": X.to(HALF), "dim": [2], "keepdim": True}, {"self": COUNTS, "dim": [0]},
         {"self": X.transpose(0, 3), "dim": [-1]},
+    ],
+    "topk.default": [
+        {"self": X, "k": 4}, {"self": X.argsort(dim=-1).to(HALF).transpose(1, 2), "k": 20, "dim": 3, "sorted": False},
+        {"self": draw(3, 1500), "k": 7, "dim": 1}, {"self": draw(9), "k": 1},
+        {"self": torch.tensor([[2.0, float("-inf"), -0.5, float("nan"), float("inf")]]), "k": 5},
     ],
     "to.dtype": [
         {"self": X, "dtype": HALF}, {"self": MASK, "dtype": torch.float32}, {"self": COUNTS, "dtype": torch.int32},
@@ -96,13 +112,22 @@ def moved(value: Any) -> Any:
 @pytest.mark.parametrize("op", TRITON)
 def test_launches_give_what_torch_gives(op: str) -> None:
     for given in calls(op):
-        found = as_function(TRITON[op])(**{name: moved(value) for name, value in given.items()})
-        expected = overload(op)(**given)
+        results = as_function(TRITON[op])(**{name: moved(value) for name, value in given.items()})
+        wanted = overload(op)(**given | ({"sorted": True} if "sorted" in given else {}))
+        pairs = zip(results, wanted, strict=True) if isinstance(results, tuple) else [(results, wanted)]
+        for found, expected in pairs:
+            assert (found.dtype, found.shape, found.is_contiguous()) == (expected.dtype, expected.shape, True)
+            # Sums have an order of their own, and functions differ by a unit or two in the last place.
+            step = 0.0 if not expected.is_floating_point() else 32 * torch.finfo(expected.dtype).eps
+            torch.testing.assert_close(found.cpu(), expected, rtol=step, atol=step, equal_nan=True)
 
-        assert (found.dtype, found.shape, found.is_contiguous()) == (expected.dtype, expected.shape, True)
-        # Sums have an order of their own, and functions differ by a unit or two in the last place.
-        step = 0.0 if not expected.is_floating_point() else 32 * torch.finfo(expected.dtype).eps
-        torch.testing.assert_close(found.cpu(), expected, rtol=step, atol=step)
+
+def test_of_equal_elements_the_first_are_the_largest() -> None:
+    x = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [-0.0, 0.0, -1.0, 0.0, -3.0]], device=DEVICE)
+
+    _, numbers = as_function(TRITON["topk.default"])(self=x, k=4)
+
+    assert numbers.tolist() == [[1, 2, 4, 0], [0, 1, 3, 2]]
 
 
 def overload(op: str) -> Any:

@@ -164,12 +164,13 @@ def test_implementation_agrees_with_the_reference(
         # The reference on the host: what a GPU computes is compared with something that doesn't run on it.
         at_home = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
         expected = spec.reference(**at_home)
+        computed = sample[spec.products_of].dtype if spec.products_of else None
         for implementation in implementations_of(spec, sample, device):
             given = copied(sample)
             found = implementation(**given)
 
             moved = found if device.type == "cpu" else _to_cpu(found)
-            same(spec, moved, expected)
+            same(spec, moved, expected, computed)
             for name in spec.definition.mutated:
                 same(spec, given[name].cpu(), at_home[name])
 

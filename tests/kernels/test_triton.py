@@ -35,6 +35,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TYPES = NAMES | {torch.bool: "i1", torch.int32: "i32", torch.int64: "i64"}
 BY_NAME = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv", "int32": "i32",
+    "int64": "i64",
 }  # fmt: skip
 SHARED_BYTES = 160 * 1024
 
@@ -42,7 +43,8 @@ SHARED_BYTES = 160 * 1024
 ANYWHERE = (
     "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "launched_without_torch.py", "fused_steps.py",
     "routed_experts.py", "launched_states.py", "launched_recurrences.py", "launched_latents.py", "launched_sparse.py",
-    "launched_blocks.py", "hopper_attention.py", "launched_quantised_linear.py", "launched_quantised_experts.py",
+    "launched_blocks.py", "launched_entries.py", "hopper_attention.py", "launched_quantised_linear.py",
+    "launched_quantised_experts.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 
@@ -392,6 +394,108 @@ def test_attention_to_selected_blocks_compiles(use: Use, tokens: int) -> None:
         has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
         has_products = launch.kernel.endswith((":score_kernel", ":attend_kernel"))
         assert has_tensor_cores == (use.width("q") == 2 and has_products)
+
+
+def entry_uses(capability: tuple[int, int], dtype: Dtype, cache: Dtype | None = None) -> list[Use]:
+    """The selection of entries and the attention to these, and to those of a window and to all, of DeepSeek-V4-Flash's
+    sizes."""
+    pages = {name: TensorType("int32", (size,)) for name, size in (
+        ("cu_seqlens", add("B", 1)), ("kv_lens", "B"), ("page_indices", "N"),
+        ("page_indptr", add("B", 1)), ("page_start", "B"))}  # fmt: skip
+    target, q = Target("cuda", capability), TensorType(dtype, (1, "T", 64, 512))
+    scored = pages | {
+        "q": TensorType(dtype, (1, "T", 64, 128)), "cache": TensorType(cache or dtype, ("P", 16, 128)),
+        "weights": TensorType("float32", (1, "T", 64)),
+    }  # fmt: skip
+    chosen = TensorType("int32", (1, "T", 512))
+    given = {name: Ref(name) for name in scored} | {"scale": Const(0.1), "rate": Const(4), "count": Const(512)}
+    found = [use_of(Node("precast.paged_select_entries", given, (Value("y", chosen),)), scored, target)]
+    results = Value("y", TensorType("float32", q.shape)), Value("lse", TensorType("float32", (1, "T", 64)))
+    for slots, rate, window in ((64, 1, 128), (16, 4, None), (2, 128, None)):
+        taken = pages | {"q": q, "cache": TensorType(cache or dtype, ("P", slots, 512))}
+        taken |= {"selected": chosen} if rate == 4 else {}
+        args = {name: Ref(name) for name in taken} | {"scale": Const(0.1), "rate": Const(rate)}
+        args |= {} if window is None else {"window": Const(window)}
+        found.append(use_of(Node("precast.paged_entry_attention", args, results), taken, target))
+    return found
+
+
+def made_uses(capability: tuple[int, int]) -> list[Use]:
+    """How DeepSeek-V4-Flash's entries are made, of 128 tokens, and of 4 with overlap, and kept; and the matrices that
+    its streams are mixed with."""
+    target, found = Target("cuda", capability), []
+    lengths = {
+        "slots": TensorType("int32", ("B",)), "cu_seqlens": TensorType("int32", (add("B", 1),)),
+        "kv_lens": TensorType("int32", ("B",)),
+    }  # fmt: skip
+    for width, channels in ((128, 512), (8, 1024)):
+        tokens = TensorType("bfloat16", (1, "T", channels))
+        types = {"kv": tokens, "gate": tokens, "bias": TensorType("float32", (width, 512))}
+        types |= {"state": TensorType("bfloat16", ("P", 2, width, channels))} | lengths
+        result = Value("y", TensorType("bfloat16", (1, "T", 512)))
+        args = {name: Ref(name) for name in types}
+        found.append(use_of(Node("precast.stateful_compress", args, (result,)), types, target))
+    types = {
+        "entries": TensorType("bfloat16", (1, "T", 512)), "cache": TensorType("bfloat16", ("P", 16, 512)),
+        "slot_mapping": TensorType("int64", ("T",)),
+    }  # fmt: skip
+    args = {name: Ref(name) for name in types} | {"rate": Const(4)}
+    found.append(use_of(Node("precast.write_entries", args, ()), types, target))
+    types = {"x": TensorType("float32", (1, "T", 16))}
+    args = {"x": Ref("x"), "size": Const(4), "iterations": Const(20), "eps": Const(1e-6)}
+    found.append(use_of(Node("precast.sinkhorn", args, (Value("y", types["x"]),)), types, target))
+    types = {"self": TensorType("float32", (1, "T", 4, 4))}
+    args = {"self": Ref("self"), "dim": Const(-1)}
+    found.append(use_of(Node("aten.softmax.int", args, (Value("y", types["self"]),)), types, target.without_torch))
+    types = {"self": TensorType("bfloat16", (1, "T", 256)), "index": TensorType("int64", (1, "T", 6))}
+    args = {"self": Ref("self"), "dim": Const(-1), "index": Ref("index")}
+    result = Value("y", TensorType("bfloat16", (1, "T", 6)))
+    found.append(use_of(Node("aten.gather.default", args, (result,)), types, target.without_torch))
+    types = {"self": TensorType("float32", ("T", 256))}
+    results = Value("y", TensorType("float32", ("T", 6))), Value("ids", TensorType("int64", ("T", 6)))
+    args = {"self": Ref("self"), "k": Const(6), "sorted": Const(False)}
+    found.append(use_of(Node("aten.topk.default", args, results), types, target.without_torch))
+    return found
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "use",
+    [use for capability in ((8, 0), (8, 9), (9, 0)) for use in made_uses(capability)],
+    ids=lambda use: f"{use.node.op} {use.target.text}",
+)
+def test_what_stands_beside_attention_over_entries_compiles(use: Use, tmp_path: Path) -> None:
+    launches = resolve(use, {"T": 1}).record.runs
+    assert callable(launches)
+    for launch in launches(use):
+        found = compiled_launch(use, launch)
+
+        assert len(found.asm["cubin"]) > 0
+        assert stack_bytes(found, tmp_path) == 0
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "use",
+    [
+        *entry_uses((9, 0), "bfloat16"),
+        *entry_uses((9, 0), "bfloat16", "float8_e4m3fn"),
+        *entry_uses((8, 9), "float16", "float8_e4m3fn"),
+        *entry_uses((8, 0), "bfloat16"),
+        *entry_uses((9, 0), "float32"),
+    ],
+    ids=lambda use: f"{use.node.op} {use.constant('rate')} {use.operands['cache'].type.dtype} {use.target.text}",
+)
+def test_attention_over_entries_compiles(use: Use) -> None:
+    launches = resolve(use, {"T": 1}).record.runs
+    assert callable(launches)
+    for launch in launches(use):
+        found = compiled_launch(use, launch)
+
+        assert len(found.asm["cubin"]) > 0
+        assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
+        has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
+        assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("join_kernel"))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 256])
