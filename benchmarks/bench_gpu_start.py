@@ -21,6 +21,8 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -161,18 +163,23 @@ def started(code: str, *args: object) -> Start:
     """One process, from its start on. Raises RuntimeError with what it says where it fails."""
     began = time.perf_counter()
     command = [sys.executable, "-X", "faulthandler", "-c", code, *map(str, args)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         assert process.stdout is not None
-        assert process.stderr is not None
+        last = threading.Timer(LONG, process.kill)
+        last.start()
         line = process.stdout.readline()
         seconds = time.perf_counter() - began
-        try:
-            rest, errors = process.communicate(timeout=LONG)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise RuntimeError(f"no end after {LONG} s") from None
+        rest = process.stdout.read()  # not `communicate`, which passes over what came with the line
+        process.wait()
+        last.cancel()
+        if process.returncode == -signal.SIGKILL and time.perf_counter() - began >= LONG:
+            raise RuntimeError(f"no end after {LONG} s")
         if line.strip() != "first" or not rest.strip():
-            raise RuntimeError(f"code {process.returncode}, {line.strip()!r}: {errors.strip()[-1500:]}")
+            errors.seek(0)
+            raise RuntimeError(f"code {process.returncode}, {line.strip()!r}: {errors.read().strip()[-1500:]}")
     return Start(seconds, json.loads(rest.splitlines()[-1]))
 
 
