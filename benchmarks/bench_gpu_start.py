@@ -116,7 +116,7 @@ import precast
 from precast.loader.timeline import Timeline
 if variant == "without warm-up":
     from precast.loader.driver.runner import DriverRunner
-    DriverRunner.warm_up = lambda self, num_tokens: None
+    DriverRunner.warm_up = lambda self, num_tokens, is_over: None
 elif variant == "long turns":
     from precast.loader.driver import load
     load.TURN_SECONDS = sys.getswitchinterval()

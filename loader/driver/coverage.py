@@ -88,7 +88,7 @@ def lacking(
     native, wanted = Native(layer), set[tuple[str, str, tuple[int, ...]]]()
     for tokens, count in _steps_of_classes(program, most):
         sizes = {**most, "T": tokens, "B": count, "R": count} | {pool.pages: 1 for pool in graph.caches.pools}
-        for each in program.ready(sizes, _anywhere(graph, sizes, others), addresses)[0]:
+        for each in program.ready_once(sizes, _anywhere(graph, sizes, others), addresses):
             if each.key:
                 wanted.add((each.launch.kernel, each.key, _integers(each.values)))
         for launch in beside_the_graph(graph, program.target, tokens, count, part):
