@@ -1,5 +1,5 @@
-"""Makes the copies in front of reshapes nodes of the graph, so that all reshapes are views; and those in front of linear
-layers whose input lies as no library multiplies it."""
+"""Makes the copies in front of reshapes nodes of the graph, so that all reshapes are views; and copies what lies as no
+library multiplies it in front of linear layers."""
 
 from __future__ import annotations
 
