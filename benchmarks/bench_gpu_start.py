@@ -21,6 +21,8 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -111,23 +113,29 @@ import json, os, sys, time
 began = time.perf_counter()
 checkpoint, backend, bundle, digest, cache_bytes, variant, captures = sys.argv[1:8]
 import precast
-from precast.loader.timeline import Timeline
+if variant:  # what it imports stands beside the context, as in a start without it
+    from precast.loader.driver.context import begin_early
+    begin_early("cuda")
 if variant == "without warm-up":
     from precast.loader.driver.runner import DriverRunner
-    DriverRunner.warm_up = lambda self, num_tokens: None
+    DriverRunner.warm_up = lambda self, num_tokens, is_over: None
 elif variant == "long turns":
     from precast.loader.driver import load
     load.TURN_SECONDS = sys.getswitchinterval()
-timeline = Timeline(origin=began)
 engine = precast.load(
     bundle, weights=checkpoint, device="cuda", cache_bytes=int(cache_bytes), allow_config_mismatch=True,
-    backend=backend, native=digest, timeline=timeline,
+    backend=backend, native=digest,
 )
 SamplingParams = precast.SamplingParams
+def timeline_of(engine):
+    found, later = engine.timeline.to_dict(), engine.timeline.origin - began
+    for phase in found["phases"]:
+        phase["start"] += later
+    return found
 answer = engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=1, ignore_eos=True))
 print("first", flush=True)
 found = {"first_token_s": round(time.perf_counter() - began, 4), "token": answer[0].token_ids,
-         "imported": sorted({"torch", "triton"} & set(sys.modules)), "timeline": timeline.to_dict(),
+         "imported": sorted({"torch", "triton"} & set(sys.modules)), "timeline": timeline_of(engine),
          "compilations": engine.stats.compilations}
 fields = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
 found["host_bytes"] = {name: int(fields[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS", "RssAnon", "RssFile")
@@ -161,18 +169,23 @@ def started(code: str, *args: object) -> Start:
     """One process, from its start on. Raises RuntimeError with what it says where it fails."""
     began = time.perf_counter()
     command = [sys.executable, "-X", "faulthandler", "-c", code, *map(str, args)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         assert process.stdout is not None
-        assert process.stderr is not None
+        last = threading.Timer(LONG, process.kill)
+        last.start()
         line = process.stdout.readline()
         seconds = time.perf_counter() - began
-        try:
-            rest, errors = process.communicate(timeout=LONG)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise RuntimeError(f"no end after {LONG} s") from None
+        rest = process.stdout.read()  # not `communicate`, which passes over what came with the line
+        process.wait()
+        last.cancel()
+        if process.returncode == -signal.SIGKILL and time.perf_counter() - began >= LONG:
+            raise RuntimeError(f"no end after {LONG} s")
         if line.strip() != "first" or not rest.strip():
-            raise RuntimeError(f"code {process.returncode}, {line.strip()!r}: {errors.strip()[-1500:]}")
+            errors.seek(0)
+            raise RuntimeError(f"code {process.returncode}, {line.strip()!r}: {errors.read().strip()[-1500:]}")
     return Start(seconds, json.loads(rest.splitlines()[-1]))
 
 

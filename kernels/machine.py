@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from precast.kernels.linear import cublaslt
@@ -38,6 +37,8 @@ def _driver() -> str:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # a start without a sealed table has no use for it
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,6 +1,7 @@
 """`precast.load`: from a bundle and a checkpoint to an engine. Here a backend is chosen, before it is imported.
 
-No torch: `precast.loader.torch_load` loads with it, `precast.loader.driver.load` without.
+No torch: `precast.loader.torch_load` loads with it, `precast.loader.driver.load` without. And nothing that takes a
+while: a GPU's context, which takes longest, is begun first.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from precast.ir.artifact import Bundle
-from precast.ir.bundle.trust import Trust
 from precast.ir.errors import RequestError, TargetError, shown_value
-from precast.ir.trust.loading import repository_of
-from precast.kernels.measured import read_table
 from precast.loader.options import Backend, Capture, LoadOptions
-from precast.loader.timeline import Timeline
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
+    from precast.ir.artifact import Bundle
+    from precast.ir.bundle.trust import Trust
+    from precast.kernels.measured import Table
+    from precast.loader.driver.context import Begun
     from precast.loader.engine.engine import Engine
+    from precast.loader.timeline import Timeline
     from precast.loader.world.processes import Processes
 
 
@@ -113,33 +116,55 @@ def load(
     )  # fmt: skip
     if choices is not None and not isinstance(choices, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"choices is {choices!r}, expected the path of a table")
-    table = None if choices is None else read_table(Path(choices))
     options = LoadOptions(
         bundle, weights, device, max_num_seqs, max_num_tokens, max_prefill_tokens, cache_bytes, reuse_prefixes,
-        allow_config_mismatch, table, capture, [native] if isinstance(native, str) else native, trust,
-        repository_of(bundle), weights_timeout,
+        allow_config_mismatch, _table(choices), capture, [native] if isinstance(native, str) else native, trust,
+        _repository(bundle), weights_timeout,
     )  # fmt: skip
     options.folder()  # refuses what is no address of a checkpoint, before anything is started
-    timeline = Timeline() if timeline is None else timeline
-    if (tp, ep, pp, dp) != (None, 1, 1, 1) or timeouts or "WORLD_SIZE" in os.environ:
+    began = time.perf_counter()
+    is_alone = (tp, ep, pp, dp) == (None, 1, 1, 1) and not timeouts and "WORLD_SIZE" not in os.environ
+    context = _begun(device, backend) if is_alone else None
+    from precast.loader.timeline import Timeline
+
+    timeline = Timeline(origin=began) if timeline is None else timeline
+    if not is_alone:
         from precast.loader.ranks import RankOptions, load_with_ranks
 
         ranks = RankOptions(tp, ep, pp, dp, world_port, timeouts, processes)
         if (engine := load_with_ranks(options, ranks, timeline, choices, backend)) is not None:
             return engine
-    if backend != "torch":
-        loaded = _load_with_driver(options, timeline, must=backend == "driver")
+        context = _begun(device, backend)
+    if context is not None and backend != "torch":
+        loaded = _load_with_driver(options, timeline, context, must=backend == "driver")
         if not isinstance(loaded, LoadOptions):
             return loaded
         options = loaded
     return _load_with_torch(options, timeline)
 
 
-def _load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
-    """Torch finds the GPU's context made, or under way: what the driver does for it takes no turns with an import."""
-    from precast.loader.driver.context import begin_early
+def _begun(device: str | torch.device | None, backend: Backend | None) -> Future[Begun] | None:
+    """The context of the GPU that there may be, under way while the rest is imported: torch finds it made. None without
+    one.
 
-    begin_early(options.device)
+    Raises TargetError and RequestError where the driver is asked for, or is to be, and can't be.
+    """
+    if backend != "driver" and device is not None and not str(device).startswith("cuda"):
+        return None
+    from precast.loader.driver.context import begin
+
+    try:
+        return begin(device)
+    except TargetError:
+        if backend == "driver":
+            raise
+    except RequestError:
+        if backend != "torch":
+            raise
+    return None  # torch says what it sees
+
+
+def _load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
     is_timed = any(phase.name == "import" for phase in timeline.phases)  # by the caller
     with nullcontext() if is_timed else timeline.phase("import"):
         try:
@@ -153,22 +178,14 @@ def _load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
     return load_with_torch(options, timeline)
 
 
-def _load_with_driver(options: LoadOptions, timeline: Timeline, *, must: bool) -> Engine | LoadOptions:
+def _load_with_driver(
+    options: LoadOptions, timeline: Timeline, context: Future[Begun], *, must: bool
+) -> Engine | LoadOptions:
     """The engine; or, where the driver alone doesn't run the model, the options with the bundle opened.
 
-    Raises TargetError `backend-unfit` instead if it `must`. The context is made while the rest is imported.
+    Raises TargetError `backend-unfit` instead if it `must`.
     """
-    if not must and options.device is not None and not str(options.device).startswith("cuda"):
-        return options
-    from precast.loader.driver.context import begin
-
     began, num_phases = time.perf_counter(), len(timeline.phases)
-    try:
-        context = begin(options.device)
-    except TargetError:
-        if must:
-            raise
-        return options  # torch says what it sees
     from precast.loader.driver.load import load_with_driver
     from precast.loader.driver.unfit import UnfitError
 
@@ -189,8 +206,33 @@ def _load_with_driver(options: LoadOptions, timeline: Timeline, *, must: bool) -
         return options if error.opened is None else options._replace(bundle=error.opened)
 
 
+def _table(choices: str | Path | None) -> Table | None:
+    if choices is None:
+        return None
+    from precast.kernels.measured import read_table
+
+    return read_table(Path(choices))
+
+
+def _repository(bundle: object) -> str | None:
+    if not isinstance(bundle, str) or "://" not in bundle:
+        return None
+    from precast.ir.trust.loading import repository_of
+
+    return repository_of(bundle)
+
+
+def _is_bundle(found: object) -> bool:
+    """Whether it is a path, or a bundle that was opened."""
+    if isinstance(found, (str, os.PathLike)):
+        return True
+    from precast.ir.artifact import Bundle
+
+    return isinstance(found, Bundle)
+
+
 def _check_options(bundle: object, weights: object, **numbers: object) -> None:
-    if not isinstance(bundle, (str, os.PathLike, Bundle)):
+    if not _is_bundle(bundle):
         raise RequestError("engine-option-invalid", f"bundle is {bundle!r}, expected a path or a Bundle")
     if not isinstance(weights, (str, os.PathLike)):
         raise RequestError("engine-option-invalid", f"weights is {weights!r}, expected the path of a checkpoint")

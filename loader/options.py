@@ -1,4 +1,4 @@
-"""What `precast.load` is asked for, checked. No torch."""
+"""What `precast.load` is asked for, checked. No torch, and little else: a start waits for nothing else first."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from precast.ir.artifact import Bundle
-from precast.ir.bundle.trust import Trust
-from precast.kernels.measured import Table
-
 if TYPE_CHECKING:
     import torch
 
+    from precast.ir.artifact import Bundle
+    from precast.ir.bundle.trust import Trust
     from precast.ir.weights.sources import Folder
+    from precast.kernels.measured import Table
     from precast.loader.sizing import EngineLimits
 
 Capture = Literal["background", "before", "off"]

@@ -16,7 +16,7 @@ Say = Callable[[str], None]
 Count = Callable[[int, int], None]
 
 BUILD_STAGES = ("import", "config", "check", "export", "passes", "caches", "lower", "kernels", "pack")
-LOAD_PHASES = ("import", "context", "bundle", "weights", "launches", "pools", "warm-up", "captured")
+LOAD_PHASES = ("import", "context", "bundle", "imports", "weights", "launches", "pools", "warm-up", "captured")
 
 
 @contextlib.contextmanager

@@ -35,7 +35,13 @@ def substituted(value: Any, kind: Any, values: Mapping[str, Expr]) -> Any:
 @cache
 def _fields_with_sizes(struct: type[msgspec.Struct]) -> dict[str, Any]:
     """The fields of a struct that may hold expressions, with their types."""
-    return {name: kind for name, kind in typing.get_type_hints(struct).items() if _may_hold(kind, frozenset((struct,)))}
+    return {name: kind for name, kind in _hints(struct).items() if _may_hold(kind, frozenset((struct,)))}
+
+
+@cache
+def _hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """The types of a struct's fields."""
+    return typing.get_type_hints(struct)
 
 
 def _may_hold(kind: Any, above: frozenset[Any]) -> bool:
@@ -43,6 +49,6 @@ def _may_hold(kind: Any, above: frozenset[Any]) -> bool:
     if kind == Expr:
         return True
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = () if kind in above else typing.get_type_hints(kind).values()
+        hints = () if kind in above else _hints(kind).values()
         return any(_may_hold(each, above | {kind}) for each in hints)
     return any(_may_hold(each, above) for each in typing.get_args(kind))

@@ -1,6 +1,6 @@
 """The device's context, made by a thread of its own: it takes the driver longer than a bundle takes to be opened.
 
-Imports little, so that it is soon begun.
+Imports little, so that it is soon begun: what the thread needs besides it imports while the driver is at work.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precast.ir.errors import RequestError, TargetError
 from precast.loader.driver import library
-from precast.loader.driver.device import DriverDevice
+
+if TYPE_CHECKING:
+    from precast.loader.driver.device import DriverDevice
 
 
 class Begun(NamedTuple):
@@ -46,6 +48,9 @@ def begin_early(device: Any) -> None:
 
 def _opened(index: int) -> Begun:
     start = time.perf_counter()
+    library.function("cuInit")(0)  # the device asks again, and says what is wrong
+    from precast.loader.driver.device import DriverDevice
+
     device = DriverDevice(index)
     return Begun(device, start, time.perf_counter() - start)
 

@@ -58,10 +58,12 @@ def covered(
         raise NotCoveredError(f"precast.sample of {logits.dtype} is computed by torch")
     program = NativeProgram(graph, target, most, collectives)
     addresses = step_memory.addresses_of(graph, target, most)
+    anywhere = _Anywhere(graph, () if collectives is None else collectives.names)
     for num_tokens, num_seqs in _TRIED:
         sizes = most | {pool.pages: 1 for pool in graph.caches.pools}
         sizes |= {name: min(most[name], tried) for name, tried in (("T", num_tokens), ("B", num_seqs), ("R", num_seqs))}
-        program.ready(sizes, _anywhere(graph, sizes, () if collectives is None else collectives.names), addresses)
+        for _ in program.ready_once(sizes, anywhere.of(sizes), addresses):
+            pass
     return program, addresses
 
 
@@ -84,11 +86,11 @@ def lacking(
 ) -> list[str]:  # fmt: skip
     """The kernels of steps of up to these sizes that a layer doesn't have, by name: of one step of each class. `part`:
     what a rank has of the logits."""
-    others = () if program.collectives is None else program.collectives.names
+    anywhere = _Anywhere(graph, () if program.collectives is None else program.collectives.names)
     native, wanted = Native(layer), set[tuple[str, str, tuple[int, ...]]]()
     for tokens, count in _steps_of_classes(program, most):
         sizes = {**most, "T": tokens, "B": count, "R": count} | {pool.pages: 1 for pool in graph.caches.pools}
-        for each in program.ready(sizes, _anywhere(graph, sizes, others), addresses)[0]:
+        for each in program.ready_once(sizes, anywhere.of(sizes), addresses):
             if each.key:
                 wanted.add((each.launch.kernel, each.key, _integers(each.values)))
         for launch in beside_the_graph(graph, program.target, tokens, count, part):
@@ -136,21 +138,28 @@ def _uncovered(function: Graph | Block, target: Target, most: Sizes) -> Iterator
             yield str(error)
 
 
-def _anywhere(graph: Graph, sizes: Sizes, others: Sequence[str]) -> dict[str, Buffer]:
-    """Memory of the right shapes at addresses that nobody looks at; pages of caches lie apart as they will."""
-    params = [Value(param.name, param.type) for param in graph.params]
-    plan = caches.with_slabs(graph.caches)
-    apart = {
-        value.name: caches.page_stride(plan, group.pool) // element_bytes(value.type.dtype)
-        for group, slot in caches.slots(plan) for value in slot.tensors
-    }  # fmt: skip
-    found = {}
-    for value in (*params, *graph.constants, *graph.inputs, *caches.tensors(graph.caches)):
-        shape = tuple(symbols.evaluate(size, sizes) for size in value.type.shape)
+class _Anywhere:
+    """Memory of the right shapes, all at one address, which nobody looks at; pages of caches lie apart as they will."""
+
+    def __init__(self, graph: Graph, others: Sequence[str]) -> None:
+        """`others`: the names of what ranks share."""
+        plan = caches.with_slabs(graph.caches)
+        self._apart = {
+            value.name: caches.page_stride(plan, group.pool) // element_bytes(value.type.dtype)
+            for group, slot in caches.slots(plan) for value in slot.tensors
+        }  # fmt: skip
+        self._sized = (*graph.constants, *graph.inputs, *caches.tensors(graph.caches))
+        names = (ACTIVATIONS, WORKSPACE, *others, *(OUTPUT + value for value in graph.outputs.values()))
+        self._always = {name: Buffer(0, "uint8", (0,), (1,), None) for name in names}
+        self._always |= {param.name: self._buffer(Value(param.name, param.type), {}) for param in graph.params}
+
+    def of(self, sizes: Sizes) -> dict[str, Buffer]:
+        """In a step of these sizes."""
+        return self._always | {value.name: self._buffer(value, sizes) for value in self._sized}
+
+    def _buffer(self, value: Value, sizes: Sizes) -> Buffer:
+        shape = tuple([symbols.evaluate(size, sizes) for size in value.type.shape])
         steps = strides.contiguous(shape).strides
-        if value.name in apart:
-            steps = (apart[value.name], *steps[1:])
-        found[value.name] = Buffer(0, value.type.dtype, shape, steps, None)
-    for name in (ACTIVATIONS, WORKSPACE, *others, *(OUTPUT + value for value in graph.outputs.values())):
-        found[name] = Buffer(0, "uint8", (0,), (1,), None)
-    return found
+        if value.name in self._apart:
+            steps = (self._apart[value.name], *steps[1:])
+        return Buffer(0, value.type.dtype, shape, steps, None)

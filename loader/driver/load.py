@@ -1,8 +1,10 @@
 """A load without torch: context, native layer, weights and pools through the CUDA driver alone.
 
 Weights are most of a start. So in front of their first byte comes only what can't do without: the context, the bundle,
-which bytes go where. All else is imported, checked and made ready while they stream (`precast.loader.driver.ready`), a
-first step that nobody asked for included; it takes turns at the interpreter with the threads that read.
+which bytes go where; and what fits into the time that the driver takes for the context, in which the interpreter is
+free: imports, and the checks of the graph. An import lets go of the interpreter at every file, and would wait for it
+behind the threads that read each time. All else is made ready while weights stream (`precast.loader.driver.ready`), a
+first step that nobody asked for included, as long as there are weights to wait for.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from precast.ir.graph.world import UNSHARDED
 from precast.ir.native import NativeLayer
 from precast.ir.waits import ended
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.kernels.choices import all_records
 from precast.kernels.use import GPU
 from precast.loader.collector import collector_held
 from precast.loader.driver import param_plan, weights
@@ -64,6 +67,11 @@ def load_with_driver(
         libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
         libraries.submit(_open_libraries)
         libraries.shutdown(wait=False)
+        with timeline.phase("imports"):
+            from precast.loader.driver import ready
+
+            all_records()
+        graph = ready.checked(graph, options, opened)
         begun = ended(context)
         timeline.add("context", start=begun.start, seconds=begun.seconds)
         if layer is None:
@@ -72,16 +80,16 @@ def load_with_driver(
     with ThreadPoolExecutor(1, thread_name_prefix="precast-load") as pool, short_turns():
         streamed = pool.submit(streamed_params, planned, params, ring, begun.device, timeline)
         try:
-            from precast.loader.driver.ready import capture_before, engine_of, runner_ready
-
-            runner = runner_ready(options, timeline, opened, graph, layer, params.buffers, begun.device)
+            runner = ready.runner_ready(
+                options, timeline, opened, graph, layer, params.buffers, begun.device, streamed.done
+            )
             ended(streamed)
         except BaseException:  # an interrupt too, which must not wait for all the bytes, or for a silent server
             folder.stop()
             raise
     if options.capture == "before":
-        capture_before(runner, timeline)
-    return engine_of(runner, options, timeline, opened)
+        ready.capture_before(runner, timeline)
+    return ready.engine_of(runner, options, timeline, opened)
 
 
 def _native_layer(opened: Bundle, device: DriverDevice, options: LoadOptions, rules: Trust) -> tuple[NativeLayer, str]:

@@ -82,6 +82,11 @@ class _Step(NamedTuple):
     norm: tuple[_Way, ...] = ()
 
 
+_Moved = tuple[list[Template], dict[str, tuple[str, int]]]
+"""Launches of a block or of a node in `main`; and, for a call, which memory of `main` the names in them stand for, from
+which byte on."""
+
+
 class NativeProgram:
     """A verified graph that is bound to its world, as launches for a target, in steps of at most these sizes.
     `collectives`: how ranks put together what they have; None for one rank.
@@ -152,11 +157,31 @@ class NativeProgram:
         `memory` has params, constants, caches and inputs by name, and `ACTIVATIONS`, `WORKSPACE` and the outputs'.
         Raises NotCoveredError for a reshape that would have to copy.
         """
+        templates, outputs = self._templates(sizes, memory, addresses)
+        base = {name: buffer.pointer for name, buffer in memory.items()}
+        return [each for made, moved in templates for each in _filled(made, moved, base)], outputs
+
+    def ready_once(self, sizes: Sizes, memory: Mapping[str, Buffer], addresses: Addresses) -> Iterator[Ready]:
+        """As `ready`, over memory that lies all at one address: of calls whose launches are then equal, those of the
+        first."""
+        base = {name: buffer.pointer for name, buffer in memory.items()}
+        assert len({*base.values()}) <= 1, "memory lies at one address"
+        seen = set()
+        for made, moved in self._templates(sizes, memory, addresses)[0]:
+            key = id(made), tuple([offset for _, offset in moved.values()])
+            if key not in seen:
+                seen.add(key)
+                yield from _filled(made, moved, base)
+
+    def _templates(
+        self, sizes: Sizes, memory: Mapping[str, Buffer], addresses: Addresses
+    ) -> tuple[list[_Moved], dict[str, Placed]]:
+        """The launches of a step and where its outputs lie, before addresses are known."""
         run = _Run(self, {**sizes}, addresses)
         frame = {
             name: Placed(name, 0, buffer.dtype, Layout(buffer.shape, buffer.strides)) for name, buffer in memory.items()
         }
-        templates: list[tuple[list[Template], dict[str, tuple[str, int]]]] = []
+        templates: list[_Moved] = []
         for item in self._graph.main:
             if isinstance(item, ir.Call):
                 templates.append(run.call(item, frame))
@@ -166,14 +191,7 @@ class NativeProgram:
                 made: list[Template] = []
                 run.node("", step, frame, made)
                 templates.append((made, {}))
-        base = {name: buffer.pointer for name, buffer in memory.items()}
-        found = []
-        for made, moved in templates:
-            at = base | {name: base[outer] + offset for name, (outer, offset) in moved.items()} if moved else base
-            for each in made:
-                values = tuple([at[v[0]] + v[1] if type(v) is At else v for v in each.values])
-                found.append(Ready(each.launch, each.key, each.grid, values))  # type: ignore[arg-type]
-        return found, {name: frame[value] for name, value in self._graph.outputs.items()}
+        return templates, {name: frame[value] for name, value in self._graph.outputs.items()}
 
 
 class _Run:
@@ -385,6 +403,14 @@ def keyed(record: Record, use: Use, kinds: Mapping[str, ir.Dtype]) -> tuple[_Key
         _Keyed(launch, "" if launch.library else launch_key(launch, forms(launch, dtype_of)))
         for launch in record.runs(use)
     )
+
+
+def _filled(made: Iterable[Template], moved: Mapping[str, tuple[str, int]], base: Mapping[str, int]) -> Iterator[Ready]:
+    """Launches with the addresses that their names stand for; those of memory are `base`."""
+    at = {**base, **{name: base[outer] + offset for name, (outer, offset) in moved.items()}} if moved else base
+    for each in made:
+        values = tuple([at[v[0]] + v[1] if type(v) is At else v for v in each.values])
+        yield Ready(each.launch, each.key, each.grid, values)  # type: ignore[arg-type]
 
 
 def _written(steps: Sequence[_Step]) -> Iterator[str]:

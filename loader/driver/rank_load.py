@@ -32,8 +32,8 @@ from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.load import admitted, short_turns, streamed_params
 from precast.loader.driver.model import PartDrawing, logits_type
 from precast.loader.driver.param_plan import Planned
+from precast.loader.driver.rank_runner import DriverRankRunner
 from precast.loader.driver.ready import Runnable, as_launches, check_files, kernels_of, pools, target_of, with_slabs
-from precast.loader.driver.runner import DriverRankRunner
 from precast.loader.driver.unfit import UnfitError
 from precast.loader.driver.weights import Ring
 from precast.loader.native import choose

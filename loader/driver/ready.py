@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -28,7 +28,6 @@ from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
 from precast.loader.device import Buffer
 from precast.loader.driver import on_host
-from precast.loader.driver.connection import Connection
 from precast.loader.driver.coverage import beside_the_graph, covered, lacking, most_sizes
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Kernels, missing
@@ -43,6 +42,9 @@ from precast.loader.options import LoadOptions
 from precast.loader.run.batch import BatchInputs
 from precast.loader.sizing import ArenaSize, EngineLimits, captured_sizes
 from precast.loader.timeline import Timeline
+
+if TYPE_CHECKING:
+    from precast.loader.driver.connection import Connection
 
 WARMED_TOKENS = 256
 """Of the prompt that is computed before there is one: a size whose products are cuBLASLt's, which loads their kernels
@@ -74,8 +76,9 @@ def runner_ready(
     layer: NativeLayer,
     params: Mapping[str, Buffer],
     device: DriverDevice,
+    are_there: Callable[[], bool],
 ) -> DriverRunner:
-    """The runner of a graph that is bound to its world and not verified yet, over params whose bytes are on their way.
+    """The runner of a `checked` graph over params whose bytes are on their way; `are_there` says when they have come.
 
     Raises UnfitError for what isn't computed by launches of the layer, TargetError (kernel-missing) for kernels that
     steps of some size lack, and what `load` raises for the rest.
@@ -83,16 +86,23 @@ def runner_ready(
     limits = options.limits(opened.manifest.model.max_seq_len)
     with device.use():
         with timeline.phase("launches"), collector_held():
-            verifier.check(graph)
-            graph = with_slabs(graph, limits)
             model = as_launches(graph, target_of(device, opened, options), opened, layer, limits)
             kernels = kernels_of(model, device)
-            check_files(options, opened)
         tensors = {**params, **on_host.constants(graph, opened.constants, device)}
         runner = pools(model, kernels, tensors, options, timeline, device)
         with timeline.phase("warm-up"), collector_held():
-            runner.warm_up(min(WARMED_TOKENS, limits.max_num_tokens))
+            runner.warm_up(min(WARMED_TOKENS, limits.max_num_tokens), are_there)
     return runner
+
+
+def checked(graph: Graph, options: LoadOptions, opened: Bundle) -> Graph:
+    """A graph that is bound to its world, verified, with its caches in slabs.
+
+    Raises what `verifier.check`, `with_slabs` and `check_files` do.
+    """
+    verifier.check(graph)
+    check_files(options, opened)
+    return with_slabs(graph, options.limits(opened.manifest.model.max_seq_len))
 
 
 def with_slabs(graph: Graph, limits: EngineLimits) -> Graph:

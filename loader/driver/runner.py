@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,11 @@ from precast.loader.cache.memory import CacheMemory
 from precast.loader.cache.spans import PageCopy
 from precast.loader.device import Buffer, Event
 from precast.loader.driver.device import DriverDevice
+from precast.loader.driver.kernels import Run
 from precast.loader.driver.model import Model
 from precast.loader.run.batch import Arrays
 from precast.loader.run.capture import Memory, Size
 from precast.loader.run.draws import DTYPES
-from precast.loader.run.rank_steps import RankSteps
 from precast.loader.run.steps import StepRunner
 from precast.loader.sizing import EngineLimits
 from precast.loader.world.orders import Kind, Order
@@ -53,6 +53,21 @@ class DriverRunner(StepRunner):
         self._spare = device.alloc(self._drawn_bytes.shape[0])
         self._ids = device.alloc(8 * limits.max_num_tokens)
 
+    def warm_up(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
+        """Compute a prompt of so many tokens that nobody asked for, as far as it goes without one: no cache is written,
+        and what is drawn stays. Kernels and libraries are ready afterwards. It ends between two launches where
+        `is_over` says that there is something better to do."""
+        self.opened()
+        if is_over():
+            return
+        size = Size(num_tokens, 1)
+        with self.device.use(), self._drawn_kept():
+            self._step_of(size).prepare()
+            for launch in self._launches(self._layout_of(size).buffers, size.num_seqs):
+                launch(self._stream_of.current)
+                if is_over():
+                    return
+
     @contextmanager
     def _drawn_kept(self) -> Iterator[None]:
         self.device.copy(self._spare, self._drawn_bytes)
@@ -79,20 +94,23 @@ class DriverRunner(StepRunner):
 
     def _run(self, given: Mapping[str, Buffer], num_rows: int) -> None:
         """Launch a step over inputs, flat, and draw for so many rows."""
-        model, stream = self._model, self._stream_of.current
+        stream = self._stream_of.current
+        for launch in self._launches(given, num_rows):
+            launch(stream)
+
+    def _launches(self, given: Mapping[str, Buffer], num_rows: int) -> Iterator[Run]:
+        """What `_run` launches, in order, each made ready as it is asked for."""
+        model = self._model
         assert model is not None, "it is opened"
         inputs = {
             name: _row(given[name]) if dimensions == 2 else given[name]
             for name, dimensions in self._inputs.dimensions.items()
         }
         ids = self._ids.view(0, given["input_ids"].shape, dtype="int64")
-        for launch in model.known_ids(given["input_ids"], self._drawn_bytes, ids):
-            launch(stream)
-        for launch in model.step({**inputs, "input_ids": _row(ids)}):
-            launch(stream)
+        yield from model.known_ids(given["input_ids"], self._drawn_bytes, ids)
+        yield from model.step({**inputs, "input_ids": _row(ids)})
         if num_rows:
-            for launch in model.draw({name: given[name] for name in DTYPES}, self._drawn_bytes, num_rows):
-                launch(stream)
+            yield from model.draw({name: given[name] for name in DTYPES}, self._drawn_bytes, num_rows)
 
     def _memory(self) -> Memory:
         return Memory(self._places.address, 0)
@@ -100,10 +118,6 @@ class DriverRunner(StepRunner):
     def _drop(self) -> None:
         self._model = None
         del self._spare, self._ids
-
-
-class DriverRankRunner(RankSteps, DriverRunner):
-    """A `DriverRunner` of one rank."""
 
 
 def _first(buffer: Buffer, count: int) -> Buffer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +45,8 @@ class SamplingParams:
         """Refuse unknown options by name, before the generated `__init__` would with a TypeError."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options.keys() - set(known):
+            import difflib
+
             near = [] if name in _FOREIGN else difflib.get_close_matches(name, known, n=1)
             raise RequestError(
                 "sampling-invalid",

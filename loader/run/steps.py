@@ -203,16 +203,6 @@ class StepRunner(ABC):
         assert ticket.began is not None
         return self.device.seconds_between(ticket.began, ticket.arrived)
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Compute a prompt of so many tokens that nobody asked for, as far as it goes without one: no cache is written,
-        and what is drawn stays. Kernels and libraries are ready afterwards."""
-        self.opened()
-        step = self._step_of(Size(num_tokens, 1))
-        with self.device.use(), self.device.no_autograd(), self._drawn_kept():
-            step.prepare()
-            for call in step.warm_up():
-                call.replay()
-
     def capture_next(self) -> None:
         """Capture the next size; there is one. What was drawn last stays."""
         self.opened()

@@ -78,3 +78,15 @@ def test_other_figures_are_said_where_they_are_there() -> None:
         "- one after another: 0.95, 0.90, 1.40 s",
         "- ended by SIGINT or SIGTERM at 2 random moments: gone after 0.05 s at most, 0 bytes left on the GPU",
     ]
+
+
+def test_nothing_is_lost_of_what_a_process_says_at_once() -> None:
+    """Its first token and its figures may be in the pipe before anyone reads."""
+    said = bench_gpu_start.started("import os; os.write(1, b'first\\n{\"token\": 7}\\n')").said
+    assert said == {"token": 7}
+
+
+def test_a_process_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_gpu_start, "LONG", 0.01)
+    with pytest.raises(RuntimeError, match="no end after"):
+        bench_gpu_start.started("import threading; threading.Event().wait()")

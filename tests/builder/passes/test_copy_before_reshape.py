@@ -1,4 +1,4 @@
-"""Reshapes of what doesn't lie in their order: the copy stands in the graph."""
+"""Reshapes and products of what doesn't lie in their order: the copy stands in the graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from precast.ir.verify.verifier import verify
 
 GIVEN = """
 symbols { T: 1..64 R: 0..64 }
-inputs { %x: bfloat16[1, T, 16] %ids: int64[1, T] %rows: int64[R] }
+inputs {
+  %x: bfloat16[1, T, 16] %ids: int64[1, T] %rows: int64[R]
+  %bx: bfloat16[1, 16, T] %bw: bfloat16[8, 16] %fx: float32[1, 16, T] %fw: float32[8, 16] %apart: bfloat16[1, 16, T, 2]
+}
 """
 
 
@@ -67,3 +70,41 @@ def test_a_block_copies_what_one_of_its_calls_gives_with_gaps() -> None:
     )
 
     assert [node.op for node in made.blocks[0].nodes] == ["aten.cat.default", "aten.reshape.default"]
+
+
+def test_no_library_multiplies_columns_in_float32() -> None:
+    made = after(
+        """%t = aten.transpose.int(self=%fx, dim0=1, dim1=2)
+        %y = aten.linear.default(input=%t, weight=%fw)
+        return out=%y"""
+    )
+
+    assert [format_step(step) for step in made.main][1:] == [
+        "%y_copied: float32[1, T, 16] = aten.cat.default@1(tensors=[%t], dim=0)",
+        "%y: float32[1, T, 8] = aten.linear.default@1(input=%y_copied, weight=%fw)",
+    ]
+
+
+def test_nor_what_has_gaps_both_ways() -> None:
+    made = after(
+        """%s: bfloat16[1, 16, T, 1] = aten.slice.Tensor(self=%apart, dim=3, start=0, end=1)
+        %q = aten.squeeze.dim(self=%s, dim=3)
+        %t = aten.transpose.int(self=%q, dim0=1, dim1=2)
+        %y = aten.linear.default(input=%t, weight=%bw)
+        return out=%y"""
+    )
+
+    assert [step.op for step in made.main][2:] == ["aten.transpose.int", "aten.cat.default", "aten.linear.default"]
+
+
+def test_rows_or_elements_that_lie_side_by_side_are_multiplied() -> None:
+    made = after(
+        """%t = aten.transpose.int(self=%bx, dim0=1, dim1=2)
+        %a = aten.linear.default(input=%t, weight=%bw)
+        %n = aten.transpose.int(self=%fx, dim0=1, dim1=2)
+        %f = aten.neg.default(self=%n)
+        %b = aten.linear.default(input=%f, weight=%fw)
+        return out=%a, more=%b"""
+    )
+
+    assert "aten.cat.default" not in [step.op for step in made.main]

@@ -41,6 +41,7 @@ from precast.loader.driver.context import begin
 from precast.loader.driver.coverage import covered
 from precast.loader.driver.load import load_with_driver
 from precast.loader.driver.model import logits_type
+from precast.loader.driver.runner import DriverRunner
 from precast.loader.driver.unfit import UnfitError
 from precast.loader.engine.engine import Engine
 from precast.loader.engine.params import SamplingParams
@@ -153,8 +154,47 @@ def test_a_first_step_has_run_before_the_weights_are_there(model: Model, driver:
     assert all(waited)
     assert driver.calls["cuModuleLoadData"] == compiled, "the first step loads no kernel"
     names = [phase.name for phase in timeline.phases]
-    assert names == ["bundle", "context", "weights", "launches", "pools", "warm-up", "first token"]
+    assert names == ["bundle", "imports", "context", "weights", "launches", "pools", "warm-up", "first token"]
     assert sys.getswitchinterval() == pytest.approx(0.005)
+    engine.close()
+
+
+def test_that_step_is_over_once_the_weights_are_there(
+    model: Model, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, over = threading.Event(), []
+
+    def warm_up(runner: DriverRunner, num_tokens: int, is_over: Callable[[], bool]) -> None:
+        over.extend((is_over(), is_over))
+        asked.set()
+
+    def before(name: str, *args: Any) -> None:
+        if name == "cuMemcpyAsync" and driver.address_of(args[1])[0] == "pinned" and args[2] > SMALL // 64:
+            asked.wait(LONG)
+
+    driver.before = before
+    monkeypatch.setattr(DriverRunner, "warm_up", warm_up)
+    engine = loaded(model)
+    assert over[0] is False
+    assert over[1]() is True
+    engine.close()
+
+
+@pytest.mark.parametrize("answers", [[True], [False, True], [False, False, False, True]], ids=len)
+def test_it_ends_between_two_launches(
+    answers: list[bool], model: Model, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks before it begins and after each launch, of which the first ones are kernels."""
+    warm_up, left, launched = DriverRunner.warm_up, iter(answers), []
+
+    def counted(runner: DriverRunner, num_tokens: int, is_over: Callable[[], bool]) -> None:
+        before = driver.calls["cuLaunchKernelEx"]
+        warm_up(runner, num_tokens, lambda: next(left))
+        launched.append(driver.calls["cuLaunchKernelEx"] - before)
+
+    monkeypatch.setattr(DriverRunner, "warm_up", counted)
+    engine = loaded(model)
+    assert launched == [len(answers) - 1]
     engine.close()
 
 
