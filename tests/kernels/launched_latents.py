@@ -76,7 +76,9 @@ def takes(name: str, sample: Sample) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("name", PAGED)
 def test_samples(name: str, dtype: torch.dtype, same: Same) -> None:
-    for sample in samples(Draw(dtype, DEVICE)):
+    drawn = list(samples(Draw(dtype, DEVICE)))
+    # What a sample is about is the same in all types.
+    for sample in drawn[::2] if IS_INTERPRETED and dtype != torch.float32 else drawn:
         if takes(name, sample):
             agrees(PAGED[name], with_strided_caches(sample)[0] if dtype == torch.float32 else sample, same)
 
@@ -92,7 +94,7 @@ def test_steps_of_one_shape(attend: Attend, step: str, more: dict[str, Any], sam
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 def test_parts_of_prompts_after_what_is_cached(dtype: torch.dtype, window: int | None, same: Same) -> None:
     """Several tiles, of sequences that go on and of one that begins."""
-    sequences = [(70, 111), (1, 40), (33, 33), (0, 9), (5, 90), (1, 1)]
+    sequences = [(37, 71), (1, 40), (33, 33), (0, 9), (5, 60), (1, 1)]
     more = {} if window is None else {"window": window, "cut": True}
     sample = paged_latent_sample(Draw(dtype, DEVICE), sequences, **TINY, page_size=5, padding=3, **more)
 
@@ -120,7 +122,7 @@ def test_a_prompt_in_parts_is_the_prompt_at_once(same: Same) -> None:
 def test_sizes_of_deepseek(
     attend: Attend, heads: int, dtype: torch.dtype, cache_dtype: torch.dtype | None, same: Same
 ) -> None:
-    sequences = [(1, 40), (3, 35), (1, 1), (4, 4)]
+    sequences = [(1, 40), (2, 35), (1, 1), (3, 3)]
     if not IS_INTERPRETED and attend is PAGED["triton.paged_latent_attention"]:
         sequences += [(1, 1000), (70, 300), (200, 200)]
     draw = Draw(dtype, DEVICE)

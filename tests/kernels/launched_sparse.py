@@ -71,7 +71,9 @@ def agrees(spec: OpSpec, sample: Sample, same: Same) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("spec", [PAGED_SELECT_KEYS, PAGED_SPARSE_LATENT_ATTENTION], ids=lambda spec: spec.name)
 def test_samples(spec: OpSpec, dtype: torch.dtype, same: Same) -> None:
-    for sample in samples.SAMPLES[spec.name, 1](Draw(dtype, DEVICE)):
+    drawn = list(samples.SAMPLES[spec.name, 1](Draw(dtype, DEVICE)))
+    # What a sample is about is the same in all types.
+    for sample in drawn[::2] if IS_INTERPRETED and dtype != torch.float32 else drawn:
         agrees(spec, with_strided_caches(sample)[0] if dtype == torch.float32 else sample, same)
 
 
@@ -87,9 +89,9 @@ def test_steps_of_one_shape(step: str, same: Same) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["scores that differ", "equal scores"])
-@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 80])
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 40])
 def test_counts_near_those_of_keys(count: int, whole: bool, same: Same) -> None:
-    sequences = [(33, 80), (1, 80), (1, 33), (1, 32), (1, 31), (2, 2), (0, 7)]
+    sequences = [(17, 40), (1, 40), (1, 17), (1, 16), (1, 15), (2, 2), (0, 7)]
     draw = Draw(torch.float32, DEVICE, seed=count)
     sample = samples.paged_select_sample(
         draw, sequences, heads=3, size=9, count=count, page_size=7, padding=3, whole=whole
@@ -98,10 +100,10 @@ def test_counts_near_those_of_keys(count: int, whole: bool, same: Same) -> None:
     agrees(PAGED_SELECT_KEYS, sample, same)
 
 
-@pytest.mark.parametrize("heads", [1, 16, 32, 64] if IS_INTERPRETED else [1, 16, 32, 64, 100, 128])
+@pytest.mark.parametrize("heads", [1, 16, 64] if IS_INTERPRETED else [1, 16, 32, 64, 100, 128])
 def test_tiles_of_several_queries(heads: int, same: Same) -> None:
     """Of the sizes of DeepSeek's index and of GLM's, among others."""
-    sequences = [(11, 90), (1, 70), (5, 5)] if IS_INTERPRETED else [(130, 700), (1, 3000), (77, 77), (1, 1)]
+    sequences = [(5, 70), (1, 50), (3, 3)] if IS_INTERPRETED else [(130, 700), (1, 3000), (77, 77), (1, 1)]
     draw, dtype = Draw(HALVES[-1], DEVICE), HALVES[-1]
     sample = samples.paged_select_sample(draw, sequences, heads=heads, size=128, count=20, page_size=16, whole=True)
 
@@ -134,7 +136,7 @@ def test_scores_of_all_kinds(same: Same) -> None:
     call = {key: torch.tensor(x, dtype=torch.int32, device=DEVICE) if isinstance(x, list) else x
             for key, x in call.items()}  # fmt: skip
     weights = torch.tensor([1.0, -1.0], device=DEVICE).view(1, 2, 1)
-    for count in range(1, 15):
+    for count in (1, 2, 3, 4, 7, 8, 13, 14):
         agrees(PAGED_SELECT_KEYS, call | {"weights": weights, "scale": 1.0, "count": count}, same)
 
 
@@ -153,7 +155,7 @@ def test_a_selection_is_written_into_what_is_given() -> None:
 @pytest.mark.parametrize("count", [1, 16, 17, 40, 90])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 def test_parts_of_what_is_selected(count: int, sinks: bool, same: Same) -> None:
-    for sequences in ([(1, 200)], [(1, 99), (1, 5), (2, 60)], [(20, 150), (1, 7), (3, 3), (12, 99)]):
+    for sequences in ([(1, 200)], [(1, 99), (1, 5), (2, 60)], [(7, 150), (1, 7), (3, 3), (5, 99)]):
         sample = samples.paged_sparse_sample(
             Draw(torch.float32, DEVICE), sequences, count=count, sinks=sinks, page_size=5, padding=2, **TINY
         )
