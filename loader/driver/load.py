@@ -9,10 +9,7 @@ first step that nobody asked for included, as long as there are weights to wait 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from precast.ir.artifact import Bundle
@@ -34,13 +31,10 @@ from precast.loader.native import Chosen, choose
 from precast.loader.options import LoadOptions
 from precast.loader.placement import bind_unverified
 from precast.loader.timeline import Timeline
+from precast.loader.turns import short_turns
 
 if TYPE_CHECKING:
     from precast.loader.engine.engine import Engine
-
-TURN_SECONDS = 1e-4
-"""How long a thread may keep the interpreter from another while weights stream. With Python's 5 ms, whatever is made
-ready meanwhile would keep the threads that read waiting at each of their calls."""
 
 
 def load_with_driver(
@@ -121,14 +115,3 @@ def _open_libraries() -> None:
     from precast.kernels.linear import cublaslt
 
     cublaslt.is_installed()
-
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """While open, threads take turns at the interpreter of `TURN_SECONDS`."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
