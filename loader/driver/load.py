@@ -51,6 +51,9 @@ def load_with_driver(
         opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
         if layer is None and not opened.native:
             raise UnfitError("the bundle has no native layer", opened)
+        libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
+        libraries.submit(_open_libraries)
+        libraries.shutdown(wait=False)
         ring = Ring(context)
         rules = options.rules(opened)
         files = CheckpointFiles.open(folder)
@@ -58,9 +61,6 @@ def load_with_driver(
         planned = param_plan.planned(graph, opened.manifest.checkpoint, files)
         if why := param_plan.uncovered(planned):
             raise UnfitError(why, opened)
-        libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
-        libraries.submit(_open_libraries)
-        libraries.shutdown(wait=False)
         with timeline.phase("imports"):
             from precast.loader.driver import ready
 
@@ -111,7 +111,8 @@ def streamed_params(planned: Planned, params: Params, ring: Ring, device: Driver
 
 
 def _open_libraries() -> None:
-    """Open what products are computed by: half a gigabyte, for which the system takes a while."""
+    """Open what products are computed by: half a gigabyte, for which the system takes a while. It opens one library at
+    a time: those that imports bring wait for this one, which is begun in good time before them."""
     from precast.kernels.linear import cublaslt
 
     cublaslt.is_installed()
