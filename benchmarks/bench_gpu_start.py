@@ -120,8 +120,8 @@ if variant == "without warm-up":
     from precast.loader.driver.runner import DriverRunner
     DriverRunner.warm_up = lambda self, num_tokens, is_over: None
 elif variant == "long turns":
-    from precast.loader.driver import load
-    load.TURN_SECONDS = sys.getswitchinterval()
+    from precast.loader import turns
+    turns.TURN_SECONDS = sys.getswitchinterval()
 engine = precast.load(
     bundle, weights=checkpoint, device="cuda", cache_bytes=int(cache_bytes), allow_config_mismatch=True,
     backend=backend, native=digest,

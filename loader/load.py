@@ -165,8 +165,10 @@ def _begun(device: str | torch.device | None, backend: Backend | None) -> Future
 
 
 def _load_with_torch(options: LoadOptions, timeline: Timeline) -> Engine:
+    from precast.loader.collector import collector_held
+
     is_timed = any(phase.name == "import" for phase in timeline.phases)  # by the caller
-    with nullcontext() if is_timed else timeline.phase("import"):
+    with nullcontext() if is_timed else timeline.phase("import"), collector_held():
         try:
             from precast.loader.torch_load import load_with_torch
         except ModuleNotFoundError as error:

@@ -59,6 +59,15 @@ class EngineLimits(NamedTuple):
         return min(self.max_num_seqs, self.max_num_tokens)
 
 
+class Values(NamedTuple):
+    """What the values of a step take: the addresses of those that have one, and the bytes of what else is alive at
+    most, in a step and in a captured one, as expressions."""
+
+    addresses: Addresses
+    peak: Expr = 0
+    captured: Expr = 0
+
+
 class ArenaSize(NamedTuple):
     """The slabs of the cache's arena, and the bytes that the arithmetic set apart.
 
@@ -96,13 +105,13 @@ def size_arena(
     free: int,
     captured_sizes: Sequence[int] = (),
     target: Target | None = None,
-    planned: Addresses | None = None,
+    planned: Values | None = None,
 ) -> ArenaSize:
     """The arena of a graph with slabs, on a device with `free` bytes left by the weights.
 
     Steps of `captured_sizes` tokens are to be captured. `target` is what the device is, as `restore` was told.
-    `planned`: all that a step writes lies at these addresses, or in memory that is taken already; None: what has an
-    address, and what else is alive, is worked out.
+    `planned`: what `values_of` says, or that all that a step writes lies at addresses, or in memory that is taken
+    already; None: it is worked out.
 
     With `limits.cache_bytes`, what slabs fit into them. Without: on a GPU what is free, but no more than the longest
     sequences fill; on a CPU what the default sequences fill, up to half of the memory.
@@ -112,10 +121,8 @@ def size_arena(
     plan, is_cuda = graph.caches, device.kind == "cuda"
     slab_bytes = max(plan.slab_bytes, 1)
     reserve = CUDA_RESERVE if is_cuda else 0
-    target = target or _target_of(device)
-    addresses = planned or addresses_of(graph, limits, device, target)
-    others = step_bytes(graph, limits, 0 if planned else step_memory.step_peak(graph, target, addresses))
-    captured = 0 if planned else step_memory.step_peak(graph, target, addresses, captured=True)
+    addresses, peak, captured = planned or values_of(graph, limits, device, target)
+    others = step_bytes(graph, limits, peak)
     graphs = graph_bytes(graph, limits, captured, captured_sizes) if is_cuda else lambda num_slabs: 0
 
     def inputs(num_slabs: int) -> int:
@@ -145,6 +152,14 @@ def size_arena(
     if num_slabs < len(plan.pools):
         raise _too_small(plan, num_slabs, f"; {free} bytes are free after the weights, of which {_apart(size)}")
     return size
+
+
+def values_of(graph: Graph, limits: EngineLimits, device: Device, target: Target | None = None) -> Values:
+    """What the values of steps of these limits take, whatever the cache has. `target` is what the device is."""
+    target = target or _target_of(device)
+    addresses = addresses_of(graph, limits, device, target)
+    peaks = (step_memory.step_peak(graph, target, addresses, captured=captured) for captured in (False, True))
+    return Values(addresses, *peaks)
 
 
 def capacities(graph: Graph, limits: EngineLimits, num_slabs: int) -> Capacities:

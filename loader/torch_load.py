@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,7 @@ from precast.ir.errors import TargetError
 from precast.ir.graph.logit_parts import in_parts
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import caches
+from precast.ir.waits import ended
 from precast.ir.weights import config_facts
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import Tensor
@@ -42,9 +44,10 @@ from precast.loader.run.rank_runner import RankRunner
 from precast.loader.run.runner import Runner
 from precast.loader.run.share_runner import ShareRunner
 from precast.loader.run.stages import stages_of
-from precast.loader.sizing import ArenaSize, EngineLimits, captured_sizes
+from precast.loader.sizing import ArenaSize, EngineLimits, Values, captured_sizes
 from precast.loader.timeline import Timeline
 from precast.loader.torch_device import cut_blocks_to_size, tensor_of
+from precast.loader.turns import short_turns
 from precast.loader.weights.stream import load_weights, params_bytes
 from precast.loader.weights.workers import PinnedBuffers
 from precast.loader.world.meet import meet
@@ -120,17 +123,20 @@ def load_rank(
                 if "tp" in groups and placement.stage == placement.pp - 1:
                     graph, part, sampler = _in_parts(graph, groups["tp"], on, limits)
             program = restore(graph, device=on, target=what, groups=groups)
-        with timeline.phase("weights") as phase:
+        with timeline.phase("weights") as phase, short_turns():
+            pool = ThreadPoolExecutor(1, thread_name_prefix="precast-values")
+            values = pool.submit(_values, graph, limits, target, what)
+            pool.shutdown(wait=False)
             loaded = load_weights(
                 graph, opened.manifest.checkpoint, files, device=target, buffers=buffers, whole=opened.graph
             )
             program.bind(loaded.tensors | constant_tensors(graph, opened.constants, target))
             phase.bytes = loaded.bytes_read
             phase.counters = {"bytes_read": loaded.bytes_read, "bytes_needed": loaded.bytes_needed}
-        with timeline.phase("pools") as phase:
+        with timeline.phase("pools") as phase, collector_held():
             stages = stages_of(opened.graph, placement, groups)
             drawing = Drawing(graph, on, what, part, sampler, stages)
-            runner, size = _pools(options, program, graph, drawing, target, limits, what, ranks)
+            runner, size = _pools(options, program, graph, drawing, target, limits, what, ranks, ended(values))
             phase.bytes, phase.counters = size.num_bytes, size.counters()
     return Loaded(opened, runner)
 
@@ -150,17 +156,23 @@ def _in_parts(
     return (graph, None, None) if sampler is None else (found.graph, part, sampler)
 
 
+def _values(graph: Graph, limits: EngineLimits, device: Device, target: Target) -> Values:
+    """What the values of steps take: it is worked out while weights are read."""
+    with collector_held():
+        return sizing.values_of(graph, limits, device, target)
+
+
 def _pools(
     options: LoadOptions, program: Program, graph: Graph, drawing: Drawing, device: Device, limits: EngineLimits,
-    target: Target, ranks: Ranks | None,
+    target: Target, ranks: Ranks | None, values: Values,
 ) -> tuple[Runner, ArenaSize]:  # fmt: skip
-    """The runner, with caches in what the weights have left."""
+    """The runner, with caches in what the weights have left. `values`: what those of a step take."""
     capture = options.capture or ("background" if device.kind == "cuda" else "off")
     sizes = () if capture == "off" else captured_sizes(graph, limits)
 
     def sized(limits: EngineLimits) -> ArenaSize:
         free = device.free_bytes()
-        return sizing.size_arena(graph, limits, device, free=free, captured_sizes=sizes, target=target)
+        return sizing.size_arena(graph, limits, device, free=free, captured_sizes=sizes, target=target, planned=values)
 
     size = sized(limits) if ranks is None else size_of_all(ranks.world.side, sized, limits)
     memory = CacheMemory(graph.caches, size.num_slabs, device)

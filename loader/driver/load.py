@@ -9,10 +9,7 @@ first step that nobody asked for included, as long as there are weights to wait 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from precast.ir.artifact import Bundle
@@ -34,13 +31,10 @@ from precast.loader.native import Chosen, choose
 from precast.loader.options import LoadOptions
 from precast.loader.placement import bind_unverified
 from precast.loader.timeline import Timeline
+from precast.loader.turns import short_turns
 
 if TYPE_CHECKING:
     from precast.loader.engine.engine import Engine
-
-TURN_SECONDS = 1e-4
-"""How long a thread may keep the interpreter from another while weights stream. With Python's 5 ms, whatever is made
-ready meanwhile would keep the threads that read waiting at each of their calls."""
 
 
 def load_with_driver(
@@ -57,6 +51,9 @@ def load_with_driver(
         opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
         if layer is None and not opened.native:
             raise UnfitError("the bundle has no native layer", opened)
+        libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
+        libraries.submit(_open_libraries)
+        libraries.shutdown(wait=False)
         ring = Ring(context)
         rules = options.rules(opened)
         files = CheckpointFiles.open(folder)
@@ -64,9 +61,6 @@ def load_with_driver(
         planned = param_plan.planned(graph, opened.manifest.checkpoint, files)
         if why := param_plan.uncovered(planned):
             raise UnfitError(why, opened)
-        libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
-        libraries.submit(_open_libraries)
-        libraries.shutdown(wait=False)
         with timeline.phase("imports"):
             from precast.loader.driver import ready
 
@@ -117,18 +111,8 @@ def streamed_params(planned: Planned, params: Params, ring: Ring, device: Driver
 
 
 def _open_libraries() -> None:
-    """Open what products are computed by: half a gigabyte, for which the system takes a while."""
+    """Open what products are computed by: half a gigabyte, for which the system takes a while. It opens one library at
+    a time: those that imports bring wait for this one, which is begun in good time before them."""
     from precast.kernels.linear import cublaslt
 
     cublaslt.is_installed()
-
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """While open, threads take turns at the interpreter of `TURN_SECONDS`."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

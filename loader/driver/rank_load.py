@@ -29,7 +29,7 @@ from precast.loader.driver import on_host, param_plan, weights
 from precast.loader.driver.connection import Connection
 from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
-from precast.loader.driver.load import admitted, short_turns, streamed_params
+from precast.loader.driver.load import admitted, streamed_params
 from precast.loader.driver.model import PartDrawing, logits_type
 from precast.loader.driver.param_plan import Planned
 from precast.loader.driver.rank_runner import DriverRankRunner
@@ -41,6 +41,7 @@ from precast.loader.options import LoadOptions
 from precast.loader.placement import Placement, bind_world
 from precast.loader.sizing import EngineLimits
 from precast.loader.timeline import Timeline
+from precast.loader.turns import short_turns
 from precast.loader.world.agree import Facts, Said, by_rank, check_facts, machine
 from precast.loader.world.follower import Follower
 from precast.loader.world.lead import Lead

@@ -164,10 +164,12 @@ def pools(
         sizes = () if options.capture == "off" else captured_sizes(graph, model.limits)
         held = hold(program, graph, addresses, most_sizes(graph, model.limits), device, model.drawing)
 
+        values = sizing.Values(addresses)
+
         def sized(limits: EngineLimits) -> ArenaSize:
             free = device.free_bytes() + held.activations.shape[0]
             return sizing.size_arena(
-                graph, limits, device, free=free, captured_sizes=sizes, target=program.target, planned=addresses
+                graph, limits, device, free=free, captured_sizes=sizes, target=program.target, planned=values
             )
 
         size = sized(model.limits) if agree is None else agree(sized, model.limits)

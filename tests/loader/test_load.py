@@ -290,6 +290,21 @@ def test_the_collector_is_as_it_was(was_enabled: bool, bundle: Path) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_is_made_meanwhile_is_old_at_once(is_frozen: bool) -> None:
+    """A young collection that came next would look through all of it. What somebody has frozen stays frozen."""
+    was_frozen = gc.get_freeze_count() > 0
+    (gc.freeze if is_frozen else gc.unfreeze)()
+    try:
+        with collector_held():
+            made = [[each] for each in range(1000)]
+        old = {id(each) for each in gc.get_objects(generation=2)}
+        assert (id(made[0]) in old) == (not is_frozen)
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        (gc.freeze if was_frozen else gc.unfreeze)()
+
+
 def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, checkpoint: Path) -> None:
     timeline = Timeline()
     timeline.add("import", start=timeline.origin, seconds=0.5)

@@ -24,11 +24,13 @@ from precast.loader.sizing import (
     GRAPH_NODE_BYTES,
     ArenaSize,
     EngineLimits,
+    Values,
     addresses_of,
     capacities,
     check_limits,
     size_arena,
     step_bytes,
+    values_of,
 )
 from precast.loader.torch_device import CpuDevice, CudaDevice
 
@@ -190,11 +192,20 @@ def test_captured_steps_have_activations_and_graphs_of_their_own() -> None:
     assert some.counters()["bytes_for_graphs"] == some.graphs
 
 
+def test_what_values_take_may_be_worked_out_before_the_cache_is_known() -> None:
+    limits = EngineLimits(64, 8192, 10**6)
+    values = values_of(GRAPH, limits._replace(cache_bytes=5 * SLAB), CUDA)
+    before, now = (
+        size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=(1, 8), planned=each) for each in (values, None)
+    )
+    assert before == now
+
+
 def test_where_all_has_its_memory_nothing_else_is_set_apart_for_steps() -> None:
     limits = EngineLimits(8, 64, 64)
     addresses = addresses_of(GRAPH, limits, CUDA)
 
-    planned = size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=(8, 64), planned=addresses)
+    planned = size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=(8, 64), planned=Values(addresses))
     counted = size_arena(GRAPH, limits, CUDA, free=2**31, captured_sizes=(8, 64))
 
     assert planned.activations == addresses.num_bytes < counted.activations

@@ -143,6 +143,20 @@ def test_a_load_and_the_driver_backend_import_no_torch(root: Path, package_dirs:
     assert tops(loaded) <= LIGHT | {"numpy"}
 
 
+def test_a_context_is_begun_before_anything_else_is_imported() -> None:
+    loaded = loaded_by("precast.loader.load", "precast.loader.sources.open", "precast.loader.driver.context")
+
+    assert tops(loaded) <= {"precast"}
+    assert inside(loaded, "precast.ir.artifact", "precast.ir.graph", "precast.kernels", "precast.loader.engine") == []
+
+
+def test_one_rank_s_start_imports_nothing_of_other_ranks() -> None:
+    loaded = loaded_by("precast.loader.driver.ready")
+
+    assert inside(loaded, "precast.loader.world.lead", "precast.loader.world.follower", "subprocess", "difflib") == []
+    assert inside(loaded, "precast.loader.driver.connection", "importlib.metadata") == []
+
+
 def test_prompts_and_sampling_options_need_neither() -> None:
     loaded = loaded_by("precast.loader.engine.prompts", "precast.loader.engine.params")
 
