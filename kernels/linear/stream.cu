@@ -153,17 +153,19 @@ __device__ __forceinline__ void load_words(u32 (&to)[4], u32 from) {
 __device__ __forceinline__ u32 lower_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ u32 upper_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 
-// Two float8_e4m3fn, from a word's lower or upper half, as float16.
+// Two float8_e4m3fn, from a word's lower or upper half, as float16; and as elements.
 __device__ __forceinline__ u32 float16_of_float8(u32 word, int half) {
   u32 pair;
-  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }"
-      : "=r"(pair) : "r"(half ? word >> 16 : word));
+  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(pair) : "r"(half ? word >> 16 : word));
   return pair;
 }
 
-// Two bfloat16, each times 2^120.
-__device__ __forceinline__ u32 times_2_120(u32 pair) {
-  asm("mul.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x7b807b80));
+__device__ __forceinline__ u32 elements_of_float8(u32 word, int half) {
+  u32 pair = float16_of_float8(word, half);
+#ifndef FLOAT16
+  asm("{ .reg .b16 lo, hi; .reg .f32 a, b; mov.b32 {lo, hi}, %0; cvt.f32.f16 a, lo; cvt.f32.f16 b, hi;"
+      " cvt.rn.bf16x2.f32 %0, b, a; }" : "+r"(pair));
+#endif
   return pair;
 }
 
@@ -214,31 +216,6 @@ __device__ __forceinline__ float gelu(float a) { return 0.5f * a * (1.0f + erff(
 __device__ __forceinline__ float gelu_tanh(float a) {
   return 0.5f * a * (1.0f + tanhf(0.7978845608028654f * (a + 0.044715f * a * a * a)));
 }
-
-// --- weights in few bits --------------------------------------------------------------------------------------------
-
-// Two float8_e4m3fn as float16 divided by 2^8, bytes 0 and 2 of a word or, if `odd`, 1 and 3: sign, exponent and fraction
-// moved to their places. The instruction that converts two at a time takes several times as long. NaN becomes 480 / 2^8.
-__device__ __forceinline__ u32 small_float16_of(u32 word, bool odd) {
-  return odd ? (word & 0x80008000) | ((word >> 1) & 0x3f803f80)
-             : ((word << 8) & 0x80008000) | ((word << 7) & 0x3f803f80);
-}
-
-// The same as elements: times WEIGHT_UNIT they are the weights.
-__device__ __forceinline__ u32 elements_of_bytes(u32 word, bool odd) {
-#ifdef FLOAT16
-  return small_float16_of(word, odd);
-#else
-  return times_2_120(odd ? (word & 0x80008000) | ((word >> 4) & 0x07f007f0)
-                         : ((word << 8) & 0x80008000) | ((word << 4) & 0x07f007f0));
-#endif
-}
-
-#if defined(FLOAT8) && (defined(FLOAT16) || defined(X_FLOAT8))
-constexpr float WEIGHT_UNIT = 256;
-#else
-constexpr float WEIGHT_UNIT = 1;
-#endif
 
 // --- what a CTA does ------------------------------------------------------------------------------------------------
 
@@ -379,16 +356,15 @@ __device__ __forceinline__ void multiply_step(float (&sums)[2][4], u32 w_rows, u
       const u32 above = words[2 * half], below = words[2 * half + 1];
 #if defined(X_FLOAT8)
       const u32 word = x[k / LOADED % 2 * 2 + half];
-      const u32 first = float16_of_float8(word, 0), second = float16_of_float8(word, 1);
-      const u32 a[4] = {small_float16_of(above, false), small_float16_of(below, false), small_float16_of(above, true),
-                        small_float16_of(below, true)};
-      multiply_add_float16(sums[half], a, lower_halves(first, second), upper_halves(first, second));
+      const u32 a[4] = {float16_of_float8(above, 0), float16_of_float8(below, 0), float16_of_float8(above, 1),
+                        float16_of_float8(below, 1)};
+      multiply_add_float16(sums[half], a, float16_of_float8(word, 0), float16_of_float8(word, 1));
 #elif defined(FLOAT8)
       u32 b[2];
       load_words(b, x_rows + (k + half * 4 * WORD) * sizeof(Input));
-      const u32 a[4] = {elements_of_bytes(above, false), elements_of_bytes(below, false), elements_of_bytes(above, true),
-                        elements_of_bytes(below, true)};
-      multiply_add(sums[half], a, lower_halves(b[0], b[1]), upper_halves(b[0], b[1]));
+      const u32 a[4] = {elements_of_float8(above, 0), elements_of_float8(below, 0), elements_of_float8(above, 1),
+                        elements_of_float8(below, 1)};
+      multiply_add(sums[half], a, b[0], b[1]);
 #else
       u32 b[4];
       load_words(b, x_rows + (k + half * 4 * WORD) * sizeof(Input));
@@ -403,12 +379,11 @@ __device__ __forceinline__ void multiply_step(float (&sums)[2][4], u32 w_rows, u
   }
 }
 
-// A scale of the weights, times what their numbers want besides.
 __device__ __forceinline__ float scale_at(const unsigned char* scales, int index) {
 #if SCALE_BYTES == 4
-  return ((const float*)scales)[index] * WEIGHT_UNIT;
+  return ((const float*)scales)[index];
 #else
-  return widened(((const Element*)scales)[index]) * WEIGHT_UNIT;
+  return widened(((const Element*)scales)[index]);
 #endif
 }
 

@@ -107,7 +107,7 @@ static Element rounded(float value) {
   return std::isnan(value) ? 0x7fff : (Element)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Numbers of few bits, and of float16.
+// Numbers of few bits, and those of float16 that they are among, which are normal.
 static float of_float8(unsigned char bits) {
   const int exponent = bits >> 3 & 15, mantissa = bits & 7;
   const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
@@ -120,15 +120,16 @@ static u16 as_float16(float value) {
   return value < 0 ? bits | 0x8000 : bits;
 }
 static float of_float16(u16 bits) {
-  const float size = bits & 0x7c00 ? ldexpf(1024 + (bits & 1023), (bits >> 10 & 31) - 25) : ldexpf(bits & 1023, -24);
+  const float size = bits & 0x7c00 ? ldexpf(1024 + (bits & 1023), (bits >> 10 & 31) - 25) : 0;
   return bits & 0x8000 ? -size : size;
 }
 inline u32 float16_of_float8(u32 word, int half) {
   const u32 pair = word >> 16 * half;
   return as_float16(of_float8(pair)) | (u32)as_float16(of_float8(pair >> 8)) << 16;
 }
-inline u32 times_2_120(u32 pair) {
-  return rounded(ldexpf(widened((u16)pair), 120)) | (u32)rounded(ldexpf(widened((u16)(pair >> 16)), 120)) << 16;
+inline u32 elements_of_float8(u32 word, int half) {
+  const u32 pair = word >> 16 * half;
+  return rounded(of_float8(pair)) | (u32)rounded(of_float8(pair >> 8)) << 16;
 }
 inline u32 elements_of_nibbles(u32 word, int i, int offset) {
   const int low = word >> 4 * i & 15, high = word >> (4 * i + 16) & 15;
