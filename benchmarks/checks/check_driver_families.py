@@ -113,15 +113,20 @@ def write_weights(bundle: Bundle, folder: Path) -> None:
 
     from precast.ir.weights import recipes
 
-    reads = {read.tensor: read.shape for param in bundle.graph.params for read in recipes.each_leaf(param.recipe)}
+    reads = {read.tensor: read for param in bundle.graph.params for read in recipes.each_leaf(param.recipe)}
     header: dict[str, Any] = {}
     at, parts = 0, []
-    for name, shape in reads.items():
+    for name, read in reads.items():
+        shape = tuple(int(size) for size in read.shape)
         count, is_vector = math.prod(shape), len(shape) == 1
+        if read.dtype == "int64":  # a table of experts by token: as many others for each token
+            parts.append((np.add.outer(np.arange(shape[0]), np.arange(shape[1])) % shape[1]).astype("<i8").ravel())
+            header[name] = {"dtype": "I64", "shape": list(shape), "data_offsets": [at, at := at + 8 * count]}
+            continue
         centre = -1.0 if name.endswith("A_log") else 1.0 if is_vector and name.endswith("weight") else 0.0
         drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(count, dtype=np.float32)
         # on a grid, so that a bit of rounding on some machine changes nothing
-        parts.append(np.round((centre + (0.3 if is_vector else 0.15) * drawn) * 512) / 512)
+        parts.append((np.round((centre + (0.3 if is_vector else 0.15) * drawn) * 512) / 512).astype("<f4"))
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at := at + 4 * count]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -129,7 +134,7 @@ def write_weights(bundle: Bundle, folder: Path) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for part in parts:
-            file.write(part.astype("<f4").tobytes())
+            file.write(part.tobytes())
 
 
 # --- a process that serves --------------------------------------------------------------------------------------------

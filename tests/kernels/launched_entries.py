@@ -146,7 +146,7 @@ def test_results_are_written_into_what_is_given(parts: int, monkeypatch: pytest.
 
 
 def scored_sample(sequences: list[tuple[int, int]], count: int, rate: int, heads: int = 3, size: int = 9) -> Sample:
-    """Of whole numbers: many entries have equal scores."""
+    """Of whole numbers, scaled by a power of two: scores are exact in any order, and many entries have equal ones."""
     draw = Draw(torch.float32, DEVICE, seed=count)
     sample = samples.paged_entry_sample(draw, sequences, rate=rate, heads=heads, size=size, blocks=7, padding=3)
     del sample["selected"]
@@ -154,7 +154,7 @@ def scored_sample(sequences: list[tuple[int, int]], count: int, rate: int, heads
         numbers = whole_numbers(draw, *sample[name].shape)
         sample[name] = torch.where(sample[name].isnan(), sample[name], numbers)
     weights = whole_numbers(draw, *sample["q"].shape[:3], dtype=torch.float32)
-    return sample | {"weights": weights, "count": count}
+    return sample | {"weights": weights, "count": count, "scale": 0.125}
 
 
 @pytest.mark.parametrize("rate", [1, 2, 5])

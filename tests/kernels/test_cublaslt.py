@@ -506,6 +506,7 @@ def test_products_of_float8(name: str, outputs: int, inputs: int, dtype: torch.d
 @pytest.mark.parametrize("scales_of", SCALES)
 def test_layers_of_a_model_have_algorithms(scales_of: str, bias: bool) -> None:
     """Those of Llama 3.1 8B, and of one of eight ranks, in steps of all classes: what is refused is listed together."""
+    torch.zeros(1, device="cuda")  # the process has a context
     refused = []
     for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (768, 4096), (4096, 512)):
         made = ScaledProduct(
