@@ -5,8 +5,8 @@
 //
 //   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it;
 //   - one more warp brings the pieces of x;
-//   - WARPS warps multiply: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. They take
-//     turns at runs of STEP k, whatever the pieces are, each into two sums, and all sums are added in one order.
+//   - eight warps multiply: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. They take
+//     turns at runs of STEP k, whatever the pieces are, each into two sums; the 16 sums are added in one order.
 //     Weights in few bits become operands in registers: the same k of w and x meet, in whatever order.
 //
 // So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
@@ -23,7 +23,6 @@
 //                    first half of w, and b that with row n of the second; y has half as many columns as w has rows
 //   PASS=n           so many tiles share one reading of x; 1 where all of x stays in shared memory
 //   UNROLL=n         so many steps of the inner loop in a row
-//   WARPS=n          so many warps multiply
 //
 // and for weights in few bits (`Stored` in stream_plan.py):
 //
@@ -44,9 +43,7 @@
 
 constexpr int TILE = 16;              // rows of w in a tile
 constexpr int ROWS = 8;               // rows of x at most
-#ifndef WARPS
-#define WARPS 8                       // that multiply
-#endif
+constexpr int WARPS = 8;              // that multiply
 #ifndef STEP
 #define STEP 32                       // k that a warp takes at a time
 #endif
@@ -440,7 +437,7 @@ struct alignas(128) Head {
   u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
   Partials partials;
 };
-static_assert(sizeof(Head) == 384 + WARPS * 512, "as stream_plan.py has it");
+static_assert(sizeof(Head) == 4480, "as stream_plan.py has it");
 
 // The sum over the warps of row `row` of a tile with row `m` of x.
 __device__ __forceinline__ float summed(const Partials& partials, int row, int m) {

@@ -10,12 +10,15 @@ TILE = 16
 """Rows of the weight that are multiplied together."""
 STEP = 32
 """The input's width is a multiple of it, for weights of 16 bits."""
+_WARPS = 8
+THREADS = 32 * (_WARPS + 2)
+"""Of a block: warps that multiply, one that brings the weight, and one that brings x."""
 _PAD, _FLOAT32 = 16, 4
 """Bytes behind a piece of a row of the weight, and of an input's scale."""
 _NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
-_SHARED_BYTES, _BARRIER_BYTES, _WARP_BYTES = 227 << 10, 384, 512
-"""Shared memory that a block may have, and what lies in front of the ring: barriers, and a warp's sums."""
+_SHARED_BYTES, _HEAD_BYTES = 227 << 10, 4480
+"""Shared memory that a block may have, and what lies in front of the ring: barriers, and sums of the warps."""
 _MOST_STAGES, _MOST_X_SLOTS, _MOST_TILES_A_PASS = 12, 8, 8
 
 
@@ -36,22 +39,16 @@ class Way(NamedTuple):
 class Stored(NamedTuple):
     """How the weight and x are stored: bits of the one's elements and bytes of the other's.
 
-    `step`: inputs that each of so many `warps` multiplies at a time. `group`: neighbours in a row that have a scale of
+    `step`: inputs that a warp multiplies at a time. `group`: neighbours in a row that have a scale of
     `scale_bytes`, if some have; each of the weight's rows has such scales of its own, unless tiles `share` them.
     """
 
     bits: int = 16
     x_bytes: int = 2
     step: int = STEP
-    warps: int = 8
     group: int | None = None
     scale_bytes: int = _FLOAT32
     share: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Of a block: warps that multiply, and one each that brings weights and x."""
-        return 32 * (self.warps + 2)
 
     def tile_scales(self, inputs: int) -> int:
         """Bytes of a tile's scales of groups."""
@@ -101,14 +98,14 @@ def plan_of(
     grid = min(blocks, num_tiles)
     each, more = divmod(num_tiles, grid)
     pieces = -(-inputs // way.piece)
-    turn = stored.step * stored.warps
+    turn = stored.step * _WARPS
     piece = way.piece if pieces > 1 else -(-inputs // turn) * turn
     most = each + (more > 0)
     x_pitch = piece * stored.x_bytes + stored.x_bytes * 128 // stored.bits
     fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * x_pitch <= way.kept_bytes
     x_slots = pieces if pieces <= 2 or fits else 2
     tiles = 1 if x_slots == pieces else 2 if most <= 2 else _MOST_TILES_A_PASS
-    around = _BARRIER_BYTES + stored.warps * _WARP_BYTES + rows * x_slots * x_pitch + stored.x_scales(inputs)
+    around = _HEAD_BYTES + rows * x_slots * x_pitch + stored.x_scales(inputs)
     stage, tile_scales = TILE * (piece * stored.bits // 8 + _PAD), stored.tile_scales(inputs)
     for stages in range(min(_MOST_STAGES, most * pieces), 0, -1):
         # A slot is free again when all pieces that follow its tile's in the ring have been asked for.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import numel
-from precast.kernels.linear.stream_plan import MAX_ROWS, TILE, Stored, Way, plan_of
+from precast.kernels.linear.stream_plan import MAX_ROWS, THREADS, TILE, Stored, Way, plan_of
 from precast.kernels.quantised_linear import launches
 from precast.kernels.records import Condition, Launch, Pointer, Record, Stride
 from precast.kernels.use import Use
@@ -21,7 +21,6 @@ _BITS = {"fp8": 8, "packed4": 4}
 """Formats whose weights lie in rows, and of an element of theirs."""
 _STEPS = (128, 64)
 """Inputs that a warp multiplies at a time: the most that divide a row, and a group."""
-_WARPS = 16
 _MOST_OFFSET = 100
 """What is subtracted from values of four bits, which are made in bfloat16's range of whole numbers from 128 to 256."""
 _ALIGNED = 16
@@ -67,7 +66,7 @@ def _lies(use: Use) -> _Lies | None:
     if group is not None and sizes.num_groups * width % _ALIGNED:
         return None
     of_tile = group is not None and sizes.rows > 1
-    stored = Stored(_BITS[format], 1 if is_rounded else 2, step, _WARPS, group, width, of_tile)
+    stored = Stored(_BITS[format], 1 if is_rounded else 2, step, group, width, of_tile)
     return _Lies(stored, sizes.rows, offset)
 
 
@@ -98,7 +97,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         input = launches.input_of(use), sizes.inputs, 1
     constants: dict[str, int | float | bool | str] = {
         "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "PASS": plan.tiles_a_pass, "STEP": stored.step,
-        "WARPS": stored.warps, "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
+        "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
         "GROUP": False if stored.group is None else stored.group,
     }  # fmt: skip
     constants |= {"FLOAT8": True} if stored.bits == 8 else {"PACKED4": True, "OFFSET": lies.offset}
@@ -112,7 +111,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
             *plan.args, plan.scale_slots, Pointer("scales"), launches.input_scales_of(use)[1],
         ),
         constants=constants,
-        block=stored.threads,
+        block=THREADS,
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip

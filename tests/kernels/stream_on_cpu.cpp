@@ -39,7 +39,7 @@ struct Index { unsigned x; };
 static Index blockIdx, gridDim;
 alignas(128) static unsigned char shared[256 << 10];    // dynamic shared memory; addresses count from here
 static u32 shared_bytes;
-static fibers::Meeting of_block, of_multiplying_warps, of_warp[18];
+static fibers::Meeting of_block, of_multiplying_warps, of_warp[10];
 
 static u32 warp_of() { return threadIdx.x / 32; }
 static u32 lane_of() { return threadIdx.x % 32; }
@@ -138,7 +138,7 @@ inline u32 elements_of_nibbles(u32 word, int i, int offset) {
 inline u32 lower_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
 inline u32 upper_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000); }
 
-static u32 addresses[18][32], given_a[18][32][4], given_b[18][32][2];
+static u32 addresses[10][32], given_a[10][32][4], given_b[10][32][2];
 inline void load_matrices(u32 (&to)[4], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
   addresses[warp_of()][lane_of()] = from;

@@ -162,17 +162,17 @@ def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable
     assert len(found) == 1
 
 
-FLOAT8 = "-DFLOAT8 -DWARPS=16 -DSTEP=128 -DSCALE_BYTES=4"
+FLOAT8 = "-DFLOAT8 -DSTEP=128 -DSCALE_BYTES=4"
 ROUNDED = f"{FLOAT8} -DX_FLOAT8 -DX_SCALES=1"
 PACKED4 = "-DPACKED4 -DSCALED_ROWS=1"
 FEW_BITS = {
-    "float8": (f"{FLOAT8} -DSCALED_ROWS=1", Stored(8, 2, 128, 16)),
-    "float8, one scale": (f"{FLOAT8} -DSCALED_ROWS=64", Stored(8, 2, 128, 16)),
-    "float8 in blocks": (f"{FLOAT8} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 2, 128, 16, 128, 4, True)),
-    "float8, rounded": (f"{ROUNDED} -DSCALED_ROWS=1", Stored(8, 1, 128, 16)),
-    "float8, rounded, in blocks": (f"{ROUNDED} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 1, 128, 16, 128, 4, True)),
-    "packed4": (f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2", Stored(4, 2, 128, 8, 128, 2)),
-    "packed4, short": (f"{PACKED4} -DOFFSET=7 -DSTEP=64 -DGROUP=64 -DSCALE_BYTES=4", Stored(4, 2, 64, 8, 64)),
+    "float8": (f"{FLOAT8} -DSCALED_ROWS=1", Stored(8, 2, 128)),
+    "float8, one scale": (f"{FLOAT8} -DSCALED_ROWS=64", Stored(8, 2, 128)),
+    "float8 in blocks": (f"{FLOAT8} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 2, 128, 128, 4, True)),
+    "float8, rounded": (f"{ROUNDED} -DSCALED_ROWS=1", Stored(8, 1, 128)),
+    "float8, rounded, in blocks": (f"{ROUNDED} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 1, 128, 128, 4, True)),
+    "packed4": (f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2", Stored(4, 2, 128, 128, 2)),
+    "packed4, short": (f"{PACKED4} -DOFFSET=7 -DSTEP=64 -DGROUP=64 -DSCALE_BYTES=4", Stored(4, 2, 64, 64)),
     "packed4 of rows": (f"{PACKED4} -DOFFSET=8 -DSTEP=64 -DSCALE_BYTES=2", Stored(4, 2, 64)),
 }  # fmt: skip
 
