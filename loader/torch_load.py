@@ -123,9 +123,9 @@ def load_rank(
                 if "tp" in groups and placement.stage == placement.pp - 1:
                     graph, part, sampler = _in_parts(graph, groups["tp"], on, limits)
             program = restore(graph, device=on, target=what, groups=groups)
-        with timeline.phase("weights") as phase, short_turns():
+        with timeline.phase("weights") as phase, short_turns(), collector_held():
             pool = ThreadPoolExecutor(1, thread_name_prefix="precast-values")
-            values = pool.submit(_values, graph, limits, target, what)
+            values = pool.submit(sizing.values_of, graph, limits, target, what)  # while weights are read
             pool.shutdown(wait=False)
             loaded = load_weights(
                 graph, opened.manifest.checkpoint, files, device=target, buffers=buffers, whole=opened.graph
@@ -154,12 +154,6 @@ def _in_parts(
     dtype = BY_NAME[types_in(found.graph)[found.graph.outputs["logits"]].dtype]
     sampler = sampler_on(part, dtype, limits.dp * limits.num_rows)
     return (graph, None, None) if sampler is None else (found.graph, part, sampler)
-
-
-def _values(graph: Graph, limits: EngineLimits, device: Device, target: Target) -> Values:
-    """What the values of steps take: it is worked out while weights are read."""
-    with collector_held():
-        return sizing.values_of(graph, limits, device, target)
 
 
 def _pools(

@@ -19,7 +19,7 @@ _NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
 _SHARED_BYTES, _HEAD_BYTES = 227 << 10, 4480
 """Shared memory that a block may have, and what lies in front of the ring: barriers, and sums of the warps."""
-_MOST_STAGES, _MOST_X_SLOTS, _MOST_TILES_A_PASS = 12, 8, 8
+_LEAST_STAGES, _MOST_STAGES, _MOST_X_SLOTS, _MOST_TILES_A_PASS = 2, 12, 8, 8
 
 
 class Way(NamedTuple):
@@ -84,16 +84,21 @@ class Plan(NamedTuple):
 
 
 def plan_of(
-    way: Way,
-    rows: int,
-    outputs: int,
-    inputs: int,
-    *,
-    is_gated: bool,
-    blocks: int = _NUM_SMS,
-    stored: Stored = SIXTEEN_BITS,
-) -> Plan:
-    """The plan for up to so many rows, over as many blocks at most."""
+    way: Way, rows: int, outputs: int, inputs: int, *,
+    is_gated: bool, blocks: int = _NUM_SMS, stored: Stored = SIXTEEN_BITS,
+) -> Plan:  # fmt: skip
+    """The plan for up to so many rows, over as many blocks at most, of a layer that fits."""
+    found = plan_that_fits(way, rows, outputs, inputs, is_gated=is_gated, blocks=blocks, stored=stored)
+    assert found is not None, f"{way} has no room for {rows} rows of {inputs} inputs and a stage of {stored}"
+    return found
+
+
+def plan_that_fits(
+    way: Way, rows: int, outputs: int, inputs: int, *,
+    is_gated: bool = False, blocks: int = _NUM_SMS, stored: Stored = SIXTEEN_BITS,
+) -> Plan | None:  # fmt: skip
+    """The same; None if x, scales and two stages, or all that there are, don't fit into shared memory: with one alone
+    nothing would be copied while it is multiplied."""
     num_tiles = -(-outputs // (1 + is_gated) // (TILE // (1 + is_gated)))
     grid = min(blocks, num_tiles)
     each, more = divmod(num_tiles, grid)
@@ -107,13 +112,14 @@ def plan_of(
     tiles = 1 if x_slots == pieces else 2 if most <= 2 else _MOST_TILES_A_PASS
     around = _HEAD_BYTES + rows * x_slots * x_pitch + stored.x_scales(inputs)
     stage, tile_scales = TILE * (piece * stored.bits // 8 + _PAD), stored.tile_scales(inputs)
-    for stages in range(min(_MOST_STAGES, most * pieces), 0, -1):
+    all_stages = min(_MOST_STAGES, most * pieces)
+    for stages in range(all_stages, min(_LEAST_STAGES, all_stages) - 1, -1):
         # A slot is free again when all pieces that follow its tile's in the ring have been asked for.
         slots = min((-(-stages // (tiles * pieces)) + 1) * tiles, most) if tile_scales else 0
         used = around + stages * stage + slots * tile_scales
         if used <= _SHARED_BYTES - way.room:
             return Plan(each, more, piece, pieces, stages, x_slots, slots, tiles, grid, used)
-    raise AssertionError(f"{way}: no stage of {stage} bytes fits beside {around}")
+    return None
 
 
 LONG, SHORT = Way(piece=2048, kept_bytes=36 << 10, kept_from=3), Way(piece=1024, kept_bytes=72 << 10)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import numel
-from precast.kernels.linear.stream_plan import MAX_ROWS, THREADS, TILE, Stored, Way, plan_of
+from precast.kernels.linear.stream_plan import MAX_ROWS, THREADS, TILE, Plan, Stored, Way, plan_that_fits
 from precast.kernels.quantised_linear import launches
 from precast.kernels.records import Condition, Launch, Pointer, Record, Stride
 from precast.kernels.use import Use
@@ -85,12 +85,21 @@ def _workspace(use: Use) -> Expr:
     return launches.rounded_bytes(use) if _is_rounded(use) else 0
 
 
-def _launches(use: Use, most: int) -> tuple[Launch, ...]:
+def _plan(use: Use, most: int) -> Plan | None:
+    """None for a layer that the stream can't take, or whose rows are too long for shared memory."""
     lies, sizes = _lies(use), launches.sizes_of(use)
+    if lies is None or sizes is None:
+        return None
+    stored = lies.stored
+    return plan_that_fits(_WAYS[most][stored.bits], most, sizes.outputs, sizes.inputs, stored=stored)
+
+
+def _launches(use: Use, most: int) -> tuple[Launch, ...]:
+    lies, sizes, plan = _lies(use), launches.sizes_of(use), _plan(use, most)
     assert lies is not None
     assert sizes is not None
+    assert plan is not None
     stored, activation = lies.stored, use.constant("activation")
-    plan = plan_of(_WAYS[most][stored.bits], most, sizes.outputs, sizes.inputs, is_gated=False, stored=stored)
     rows, bias = numel(use.shape("input")[:-1]), Pointer("bias") if use.has("bias") else None
     input: tuple[Pointer, Stride | int, Stride | int] = Pointer("input"), Stride("input", -2), Stride("input", -1)
     if _is_rounded(use):
@@ -124,9 +133,13 @@ def _counts(use: Use, most: int) -> bool:
     return (rows == "T" or (isinstance(rows, int) and rows <= most)) and all(size == 1 for size in shape[:-2])
 
 
+def _has_room(use: Use, most: int) -> bool:
+    return _plan(use, most) is not None
+
+
 _TAKES = (
     Condition(
-        "float8, rounded as the input is or not, or packed4 without points; in rows, or groups of 64 or 128 inputs",
+        "float8, rounded as the input is or not, or packed4 without points; of rows, or groups of 64 n inputs",
         lambda use: _lies(use) is not None,
     ),
     Condition(
@@ -145,5 +158,8 @@ def records() -> Iterator[Record]:
             name=f"cuda.quantised_linear_to_{most}", op="precast.quantised_linear", kind="cuda", devices=("cuda",),
             min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={"T": (least, most)},
             dtypes=dict.fromkeys(("input", "bias"), _HALF), workspace=_workspace, runs=partial(_launches, most=most),
-            takes=(Condition("rows that are tokens, along one axis", partial(_counts, most=most)), *_TAKES),
+            takes=(
+                Condition("rows that are tokens, along one axis", partial(_counts, most=most)), *_TAKES,
+                Condition("rows whose scales fit beside a ring of two stages", partial(_has_room, most=most)),
+            ),
         )  # fmt: skip

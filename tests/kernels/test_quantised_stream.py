@@ -109,6 +109,15 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
     assert {name for name, sample in refused.items() if taken(sample, 1)} == set()
 
 
+def test_rows_that_leave_no_room_for_a_ring_are_left_to_others() -> None:
+    """Scales of 448 groups for each of 16 rows, in slots for all tiles of a pass, are more than shared memory."""
+    meta = Draw(torch.float32, torch.device("meta"))
+    shapes = {"8B": (4096, 14336), "of Mistral Large": (12288, 28672), "405B": (16384, 53248)}
+    names = {name: taken(called("packed4, short", meta, 8, *shape), 8) for name, shape in shapes.items()}
+
+    assert names == {"8B": ["cuda.quantised_linear_to_8"], "of Mistral Large": [], "405B": []}
+
+
 def launches(record: Record, sample: Sample) -> tuple[Launch, ...]:
     assert not isinstance(record.runs, str)
     return record.runs(use_of(sample))
