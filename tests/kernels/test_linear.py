@@ -157,7 +157,7 @@ def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable
     """Nor do they depend on the grid, or on the way."""
     ways = ((1, LONG), (3, SHORT), (8, READ_AGAIN))
     found = {on_cpu(rows, 20, 2080, 1, way)[1] for rows, way in ways}
-    found |= {on_cpu(1, 20, 2080, blocks, way)[1] for blocks, way in ((2, LONG), (1, LONG._replace(room=150_000)))}
+    found |= {on_cpu(1, 20, 2080, blocks, way)[1] for blocks, way in ((2, LONG), (1, LONG._replace(room=90_000)))}
 
     assert len(found) == 1
 
@@ -181,7 +181,7 @@ FEW_BITS = {
 def test_source_on_a_cpu_of_weights_in_few_bits(on_cpu: Callable[..., tuple[float, int]], stored: str) -> None:
     """A row has the same bits whatever the way, the grid, and the rows beside it."""
     defines, lies = FEW_BITS[stored]
-    ways = ((1, 1, LONG), (7, 2, Way(piece=2048, kept_bytes=0, room=120_000)), (3, 1, LONG))
+    ways = ((1, 1, LONG), (7, 2, Way(piece=2048, kept_bytes=0, room=80_000)), (3, 1, LONG))
 
     found = [on_cpu(rows, 52, 3072, blocks, way, 0, f"{defines} -DBIAS", lies) for rows, blocks, way in ways]
 
