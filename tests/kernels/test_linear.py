@@ -157,7 +157,7 @@ def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable
     """Nor do they depend on the grid, or on the way."""
     ways = ((1, LONG), (3, SHORT), (8, READ_AGAIN))
     found = {on_cpu(rows, 20, 2080, 1, way)[1] for rows, way in ways}
-    found |= {on_cpu(1, 20, 2080, blocks, way)[1] for blocks, way in ((2, LONG), (1, LONG._replace(room=90_000)))}
+    found |= {on_cpu(1, 20, 2080, blocks, way)[1] for blocks, way in ((2, LONG), (1, LONG._replace(room=80_000)))}
 
     assert len(found) == 1
 
@@ -295,7 +295,7 @@ def test_a_row_does_not_depend_on_the_others(hopper: torch.device, outputs: int,
 
 TRIED = {
     "long": LONG, "short": SHORT, "x read again": READ_AGAIN, "x kept": LONG._replace(kept_bytes=72 << 10, kept_from=0),
-    "tiny pieces": SHORT._replace(piece=512), "room": SHORT._replace(room=100_000),
+    "tiny pieces": SHORT._replace(piece=512), "room": SHORT._replace(room=60_000),
 }  # fmt: skip
 
 
