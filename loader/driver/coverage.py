@@ -58,7 +58,7 @@ def covered(
         raise NotCoveredError(f"precast.sample of {logits.dtype} is computed by torch")
     program = NativeProgram(graph, target, most, collectives)
     addresses = step_memory.addresses_of(graph, target, most)
-    anywhere = _Anywhere(graph, () if collectives is None else collectives.names)
+    anywhere = Anywhere(graph, () if collectives is None else collectives.names)
     for num_tokens, num_seqs in _TRIED:
         sizes = most | {pool.pages: 1 for pool in graph.caches.pools}
         sizes |= {name: min(most[name], tried) for name, tried in (("T", num_tokens), ("B", num_seqs), ("R", num_seqs))}
@@ -86,7 +86,7 @@ def lacking(
 ) -> list[str]:  # fmt: skip
     """The kernels of steps of up to these sizes that a layer doesn't have, by name: of one step of each class. `part`:
     what a rank has of the logits."""
-    anywhere = _Anywhere(graph, () if program.collectives is None else program.collectives.names)
+    anywhere = Anywhere(graph, () if program.collectives is None else program.collectives.names)
     native, wanted = Native(layer), set[tuple[str, str, tuple[int, ...]]]()
     for tokens, count in _steps_of_classes(program, most):
         sizes = {**most, "T": tokens, "B": count, "R": count} | {pool.pages: 1 for pool in graph.caches.pools}
@@ -138,7 +138,7 @@ def _uncovered(function: Graph | Block, target: Target, most: Sizes) -> Iterator
             yield str(error)
 
 
-class _Anywhere:
+class Anywhere:
     """Memory of the right shapes, all at one address, which nobody looks at; pages of caches lie apart as they will."""
 
     def __init__(self, graph: Graph, others: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from precast.kernels.dtypes import BY_NAME
 from precast.kernels.records import Pointer
 from precast.kernels.use import GPU
 from precast.loader.driver.collectives import ALL_GATHER, ALL_REDUCE, COPY_ROWS, GATHER, Collectives
-from precast.loader.driver.coverage import covered
+from precast.loader.driver.coverage import Anywhere, covered
 from precast.loader.driver.placed import WORKSPACE, At, NotCoveredError, Placed, Template
 from precast.loader.sizing import EngineLimits
 
@@ -217,9 +217,7 @@ def test_a_rank_s_program_puts_together_what_its_graph_says(graph: Graph, has_pe
     blocks = {block.name: [node.op for node in block.nodes] for block in own.blocks}
     ops = [op for step in own.main for op in (blocks[step.block] if isinstance(step, Call) else [step.op])]
     sizes = {symbol.name: 8 for symbol in own.symbols} | {pool.pages: 6 for pool in own.caches.pools}
-    from precast.loader.driver.coverage import _anywhere
-
-    ready, _ = program.ready(sizes, _anywhere(own, sizes, how.names), addresses)
+    ready, _ = program.ready(sizes, Anywhere(own, how.names).of(sizes), addresses)
 
     kernels = [each.launch.kernel.rpartition("/")[2].rpartition(".")[2] for each in ready]
     assert ops.count(BOTH) == 6
