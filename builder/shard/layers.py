@@ -81,6 +81,18 @@ def _single_heads(system: System, function: Function, node: Node, seed: int) -> 
     return Layer(kind, function.name, value, (((spot, whole(count, Units(count, "tp", count, seed))),),))
 
 
+def _entry_attention(system: System, function: Function, node: Node, seed: int) -> Layer | None:
+    """By single heads, or by the smallest groups of neighbours that an output projection in groups leaves whole."""
+    if node.op != "precast.paged_entry_attention":
+        return None
+    value = node.outputs[0].name
+    heads = _size(function, value, 2)
+    spot = ((function.name, value), 2)
+    counts = [count for count in range(heads, 0, -1) if heads % count == 0]
+    attempts = tuple(((spot, whole(heads, Units(count, "tp", count, seed))),) for count in counts)
+    return Layer("entry attention", function.name, value, attempts, through_norms=(True,) * len(counts))
+
+
 _HEADS = {
     "precast.paged_latent_attention": "latent attention",
     "precast.paged_sparse_latent_attention": "latent attention",
@@ -103,7 +115,7 @@ def _experts(system: System, function: Function, node: Node, seed: int) -> Layer
     return Layer("experts", function.name, node.outputs[0].name, ((by_expert, within),))
 
 
-_CORES = (_attention, _state_space, _delta_rule, _single_heads, _experts)
+_CORES = (_attention, _entry_attention, _state_space, _delta_rule, _single_heads, _experts)
 
 
 def _convolution(system: System, function: Function, node: Node, seed: int) -> Layer | None:

@@ -304,6 +304,11 @@ def _latent_attention(of: _Of) -> Iterator[Relation]:
     yield HeadRows((weight, 0), (of.result, 2))
 
 
+def _entry_attention(of: _Of) -> Iterator[Relation]:
+    weight = of.node.outputs[1].name
+    yield from of.same((of.result, 2), (weight, 2), of.arg("q", 2))
+
+
 def _channels(**places: int) -> Callable[[_Of], Iterator[Relation]]:
     """Dimensions of arguments, by name, that belong to the same channels or heads as the last of what they make."""
 
@@ -390,6 +395,7 @@ _RULES: dict[str, Callable[[_Of], Iterator[Relation]]] = {
     "precast.paged_select_blocks": _select_blocks,
     "precast.paged_latent_attention": _latent_attention,
     "precast.paged_sparse_latent_attention": _latent_attention,
+    "precast.paged_entry_attention": _entry_attention,
     "precast.stateful_causal_conv": _channels(x=2, weight=0, bias=0, state=1),
     "precast.stateful_selective_scan": _channels(x=2, dt=2, a=0, d=0, dt_bias=0, state=1),
     "precast.stateful_state_space_scan": _state_space_scan,

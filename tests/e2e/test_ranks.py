@@ -1,4 +1,4 @@
-"""One bundle on one process and on several: the same logits and tokens, for a model of each kind of layer."""
+"""One bundle on one process and on several: the same tokens and logits, for a model of each kind of layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import families
 import pytest
 import torch
-from reference import relative_error
+from reference import hf_logits, relative_error
 
 import precast
 from precast.check.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
@@ -17,6 +17,7 @@ CASES = [
     pytest.param("llama", {"tp": 2}, id="dense"),
     pytest.param("qwen3_moe", {"tp": 2, "ep": 2}, id="experts"),
     pytest.param("deepseek_v3", {"tp": 2}, id="latent"),
+    pytest.param("deepseek_v4", {"tp": 2, "ep": 2}, id="entries"),
     pytest.param("nemotron_h", {"tp": 2}, id="hybrid"),
     pytest.param("gpt_oss", {"tp": 2}, id="windows"),
     pytest.param("gemma4-three-share", {"tp": 2}, id="shared kv"),
@@ -38,8 +39,9 @@ def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("variant", "several"), CASES)
 def test_ranks_give_the_tokens_of_one_process(variant: str, several: dict[str, int], tmp_path: Path) -> None:
-    """Prompts arrive at different times, and are computed in chunks."""
-    families.make_model(variant).save_pretrained(tmp_path / "ckpt")
+    """Prompts arrive at different times, and are computed in chunks. Logits are transformers', too."""
+    model = families.make_model(variant)
+    model.save_pretrained(tmp_path / "ckpt")
     precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
     options: dict[str, Any] = {"device": "cpu", "max_num_seqs": 3, "max_num_tokens": 7, "cache_bytes": 1 << 22}
 
@@ -50,6 +52,8 @@ def test_ranks_give_the_tokens_of_one_process(variant: str, several: dict[str, i
             found.append((logits, arrive_one_after_another(engine, PROMPTS, NUM_TOKENS)))
 
     (alone, answers), (shared, shared_answers) = found
+    theirs = hf_logits(model, PROMPTS)
+    assert all(relative_error(a, b) < 1e-4 for a, b in zip(shared, theirs, strict=True))
     assert all(relative_error(a, b) < 1e-4 for a, b in zip(shared, alone, strict=True))
     assert shared_answers == answers
 

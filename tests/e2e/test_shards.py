@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import families
@@ -14,8 +15,11 @@ from safetensors.torch import load_file, save_file
 
 import precast
 from precast.check.shards import prove, unsharded
+from precast.ir.graph import symbols
 from precast.ir.graph.data_parallel import refusal
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.infer import references
+from precast.ir.graph.schema import Block, Graph, Node
+from precast.ir.memory import caches
 
 WORLDS = {
     # by variant: the worlds that it can be split over, of those of up to eight ranks
@@ -30,6 +34,7 @@ WORLDS = {
     "qwen2_moe": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "deepseek_v3": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)],
     "deepseek_v32": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)],
+    "deepseek_v4": [(1, 1), (2, 1), (2, 2)],
     "minimax_m3": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
     "minimax_m3-blocks-of-one-key": [(1, 1), (2, 1), (4, 1)],
     "qwen3_next": [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)],
@@ -70,6 +75,50 @@ def test_a_selection_is_whole_on_every_rank_and_handed_from_stage_to_stage(tmp_p
     assert [pipeline.layers for pipeline in bundle.graph.shards.pipelines if len(pipeline.layers) == 2] == [(3, 2)]
     assert prove(bundle, tmp_path / "ckpt", tp=1, pp=2).holds
     assert prove(bundle, tmp_path / "ckpt", tp=2, pp=2).holds
+
+
+def test_heads_over_entries_are_divided_by_groups_of_the_output_and_their_selection_is_whole(tmp_path: Path) -> None:
+    """8 heads, whose results are projected in 4 groups; index and entries are of all heads."""
+    families.make_model("deepseek_v4-more-groups").save_pretrained(tmp_path / "ckpt")
+
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
+
+    graph = bundle.graph
+    assert worlds_of(graph) == [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]
+    assert {row.units for row in graph.shards.rows if row.kind == "entry attention"} == {4}
+    assert not any(
+        "tp" in symbols.free_symbols(size) for name in caches.tensors(graph.caches) for size in name.type.shape
+    )
+    (block,) = (
+        block for block in graph.blocks if any(node.op == "precast.paged_select_entries" for node in block.nodes)
+    )
+    (select,) = (node for node in block.nodes if node.op == "precast.paged_select_entries")
+    assert not sums_before(block, select)
+    alone = unsharded(bundle, tmp_path / "ckpt")
+    for tp, dp in ((2, 1), (4, 1), (4, 4)):
+        assert prove(bundle, tmp_path / "ckpt", tp=tp, dp=dp, alone=alone).holds
+
+
+def sums_before(block: Block, node: Node) -> list[str]:
+    """The sums over ranks that the node's arguments depend on, within the block."""
+    makers = {value.name: step for step in block.nodes for value in step.outputs}
+    waiting, found = [node], set()
+    while waiting:
+        for name in references(waiting.pop().args):
+            if name in makers and name not in found:
+                found.add(name)
+                waiting.append(makers[name])
+    return [name for name in sorted(found) if makers[name].op == "precast.all_reduce"]
+
+
+def test_a_plan_file_keeps_heads_over_entries_whole_and_leaves_more_worlds(tmp_path: Path) -> None:
+    config, plan = families.make_config("deepseek_v4"), tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model.layers.*.self_attn.o_a_proj": "replicate"}))
+
+    graph = precast.build(config, tmp_path / "b", dtype="float32", shard_plan=plan).graph
+
+    assert max(world.tp for world in graph.shards.worlds) == 8
+    assert all(row.kind != "entry attention" or row.mode == "replicated" for row in graph.shards.rows)
 
 
 def test_ranks_with_keys_and_values_of_8_bits(tmp_path: Path) -> None:

@@ -45,6 +45,15 @@ _TWO_SPARSE: dict[str, Any] = {
 # Fewer keys than the prompts have; so many heads that hardly a key has nothing but zeros, and equal scores.
 _INDEX: dict[str, Any] = {"index_n_heads": 9, "index_head_dim": 14, "index_topk": 5}
 
+_ENTRIES: dict[str, Any] = {
+    "head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 32, "moe_intermediate_size": 32,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "hidden_size": 64, "num_key_value_heads": 1, "o_groups": 2,
+    "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 3, "sliding_window": 7,
+    "hc_mult": 2, "hc_sinkhorn_iters": 4, "num_hidden_layers": 3, "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+}  # fmt: skip
+
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "mixtral-window-tied": (
@@ -144,15 +153,8 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v32", {**_LATENT, **_ROUTED, **_INDEX, "n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
     ),
     "deepseek_v32-dense-one": ("deepseek_v32", {**_LATENT, **_INDEX, "index_topk": 1, "first_k_dense_replace": 3}),
-    "deepseek_v4": (
-        "deepseek_v4",
-        {"head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 32, "moe_intermediate_size": 32,
-         "n_routed_experts": 6, "num_experts_per_tok": 2, "hidden_size": 64, "num_key_value_heads": 1, "o_groups": 2,
-         "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 3, "sliding_window": 7,
-         "hc_mult": 2, "hc_sinkhorn_iters": 4, "num_hidden_layers": 3, "mlp_layer_types": ["hash_moe", "moe", "moe"],
-         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
-         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
-    ),
+    "deepseek_v4": ("deepseek_v4", _ENTRIES),
+    "deepseek_v4-more-groups": ("deepseek_v4", {**_ENTRIES, "num_attention_heads": 8, "o_groups": 4}),
     "glm_moe_dsa": (
         "glm_moe_dsa",
         {**_LATENT, **_ROUTED, **_INDEX, "num_hidden_layers": 5,
