@@ -137,3 +137,75 @@ def test_what_cannot_be_split_is_whole_and_says_why(
     assert graph.params == before.params
     assert [world.tp for world in graph.shards.worlds] == [1]
     assert any(reason in found for names, found in reasons(graph).items() if set(names) & set(params)), reasons(graph)
+
+
+OVER_ENTRIES = """
+symbols { T: 1.. B: 1.. P: 1.. N: 1.. }
+inputs {
+  %x: float32[1, T, 16] %cache: float32[P, 4, 4] %lens: int32[B] %cu: int32[(B + 1)] %indices: int32[N]
+  %indptr: int32[(B + 1)] %start: int32[B]
+}
+params {
+  %q_b: float32[32, 16] = read("q_b", [32, 16], float32)
+  %sinks: float32[8] = read("sinks", [8], float32)
+  %o_a: float32[2, 16, 5] = read("o_a", [2, 16, 5], float32)
+  %o_b: float32[16, 10] = read("o_b", [16, 10], float32)
+}
+main {
+  %h = aten.linear.default(input=%x, weight=%q_b)
+  %q = aten.reshape.default(self=%h, shape=[1, T, 8, 4])
+  %a, %lse = precast.paged_entry_attention(q=%q, cache=%cache, selected=none, cu_seqlens=%cu, kv_lens=%lens,
+    page_indices=%indices, page_indptr=%indptr, page_start=%start, scale=0.5, rate=4)
+  %s = aten.sub.Tensor(self=%lse, other=%sinks)
+  %w = aten.sigmoid.default(self=%s)
+  %u = aten.unsqueeze.default(self=%w, dim=3)
+  %y = aten.mul.Tensor(self=%a, other=%u)
+  %g = aten.reshape.default(self=%y, shape=[T, 2, 16])
+  %t = aten.transpose.int(self=%g, dim0=0, dim1=1)
+  %m = aten.matmul.default(self=%t, other=%o_a)
+  %n = aten.transpose.int(self=%m, dim0=0, dim1=1)
+  %r = aten.reshape.default(self=%n, shape=[1, T, 10])
+  %o = aten.linear.default(input=%r, weight=%o_b)
+  return hidden=%o
+}
+"""
+"""8 heads of 4 elements over entries of 4 tokens; results of 4 heads are projected together."""
+CACHE_IS_AN_INPUT = "IR047"
+
+
+def test_heads_over_entries_are_split_by_groups_that_are_projected_together() -> None:
+    graph = shard(graph_of(OVER_ENTRIES))
+
+    assert [world.tp for world in graph.shards.worlds] == [1, 2]
+    assert [format_value(param) for param in graph.params] == [  # type: ignore[arg-type]
+        "%q_b: float32[(16 * ceildiv(2, tp)), 16]", "%sinks: float32[(4 * ceildiv(2, tp))]",
+        "%o_a: float32[ceildiv(2, tp), 16, 5]", "%o_b: float32[16, (5 * ceildiv(2, tp))]",
+    ]  # fmt: skip
+    assert [step.split(" =")[0] for step in steps(graph) if "entry_attention" in step or "all_reduce" in step] == [
+        "%a: float32[1, T, (4 * ceildiv(2, tp)), 4], %lse: float32[1, T, (4 * ceildiv(2, tp))]",
+        "%o_sum: float32[1, T, 16]",
+    ]
+    assert graph.shards.rows == (
+        ShardRow("entry attention", "", "column", ("q_b", "sinks", "o_a"), (), 2),
+        ShardRow("entry attention", "", "row", ("o_b",), ("o",), 2, "all_reduce", "tp"),
+    )
+    assert {violation.rule for violation in verify(graph)} == {CACHE_IS_AN_INPUT}
+
+
+def test_heads_over_entries_are_split_one_by_one_where_one_matrix_projects_all() -> None:
+    grouped = OVER_ENTRIES[OVER_ENTRIES.index("  %g =") : OVER_ENTRIES.index("  %o =")]
+    graph = shard(
+        graph_of(
+            OVER_ENTRIES,
+            (grouped, "  %r = aten.reshape.default(self=%y, shape=[1, T, 32])\n"),
+            (
+                '%o_b: float32[16, 10] = read("o_b", [16, 10], float32)',
+                '%o_b: float32[16, 32] = read("o_b", [16, 32], float32)',
+            ),
+            ('  %o_a: float32[2, 16, 5] = read("o_a", [2, 16, 5], float32)\n', ""),
+        )
+    )
+
+    assert [world.tp for world in graph.shards.worlds] == [1, 2, 4, 8]
+    assert {row.units for row in graph.shards.rows} == {8}
+    assert {violation.rule for violation in verify(graph)} == {CACHE_IS_AN_INPUT}
