@@ -191,6 +191,9 @@ def test_experts_of_four_bits_beside_fp8_in_blocks(tmp_path: Path) -> None:
     kept = [node for node in nodes if isinstance(node, Node) and node.op == "precast.quantised_experts"]
     assert kept
     assert {node.args["format"] for node in kept} == {Const("mxfp4")}
+    assert {row.units for row in bundle.graph.shards.rows if row.kind == "entry attention"} == {2}, "groups of heads"
+    for dp in (1, 2):
+        assert prove(bundle, stored, tp=2, ep=2, dp=dp).holds
 
 
 @pytest.mark.parametrize("case", CASES)
