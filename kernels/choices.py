@@ -24,7 +24,8 @@ _FAMILIES = (
     "attention", "block_sparse_attention", "causal_conv", "collectives", "compress", "delta_rule", "embedding",
     "entries", "experts", "fused", "gated_activation", "gated_linear", "gather_rows", "latent_attention", "layer_norm",
     "linear", "linear_attention", "linear_recurrence", "quantised_experts", "quantised_linear", "rms_norm", "rotary",
-    "rotary_write_kv", "route", "sampling", "selective_scan", "sinkhorn", "sparse_attention", "state_space_scan", "wkv",
+    "rotary_write_kv", "rounded", "route", "sampling", "selective_scan", "sinkhorn", "sparse_attention",
+    "state_space_scan", "wkv",
 )  # fmt: skip
 """The folders of this room: each has a module `records`, imported when a record is first asked for."""
 

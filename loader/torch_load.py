@@ -25,6 +25,7 @@ from precast.kernels.dtypes import BY_NAME
 from precast.kernels.measured import Table
 from precast.kernels.native import Native
 from precast.kernels.registry import target_of
+from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.sampling.parts import VocabularyPart
 from precast.kernels.sealed import sealed_tables
 from precast.kernels.use import Target, types_in
@@ -114,6 +115,7 @@ def load_rank(
                 config_facts.check(opened.manifest.config, folder)
             table = _sealed(opened, target) if options.table is None else options.table
             what = target_of(on, table)._replace(tp=placement.tp)
+            graph = with_rounded_inputs(graph, what)
             what, phase.note = _with_native(what, opened, options, rules, placement, ranks)
             files = CheckpointFiles.open(folder)
             groups: dict[str, Group] = {}

@@ -28,6 +28,7 @@ from precast.kernels.linear.tuning import tune
 from precast.kernels.measured import Machine, Measured, MeasuredProduct, Table
 from precast.kernels.records import Record
 from precast.kernels.registry import Implementation, function_for, implementations, target_of
+from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.timing import Timer
 from precast.kernels.use import Target, Use, uses_in
 from precast.loader.placement import Placement, bind_world
@@ -63,6 +64,7 @@ def measure(
     graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
     steps = steps_of(bundle.manifest.model.max_seq_len) if steps is None else steps
     target = target_of(device, Table(machine))
+    graph = with_rounded_inputs(graph, target)
     products = tuned(graph, target, steps, timer)
     if say is not None:
         say(0, len(steps), Table(machine, products=products))

@@ -15,6 +15,7 @@ from precast.ir.graph.world import unsharded
 from precast.ir.native import world_text
 from precast.kernels.choices import Case, cases
 from precast.kernels.measured import NOTHING
+from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.use import Target, Use, uses_in
 
 
@@ -25,7 +26,7 @@ def view(target: Target) -> Callable[[Bundle], Report]:
 
 def kernels(bundle: Bundle, target: Target) -> Report:
     """A row for each op, element type and choice, with how many of the graph's nodes it stands for."""
-    graph = unsharded(bundle.graph)
+    graph = with_rounded_inputs(unsharded(bundle.graph), target)
     rows = Counter(row for use in uses_in(graph, target) for row in _rows(use))
     names = ("op", "dtype", "implementation", "sizes", "control", "reason")
     found = [dict(zip(names, row, strict=True)) | {"nodes": rows[row]} for row in sorted(rows)]

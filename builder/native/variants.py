@@ -24,6 +24,7 @@ from precast.kernels.collectives.ways import MAX_PEERS
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
 from precast.kernels.measured import Table
 from precast.kernels.records import Launch, Pointer, Stride
+from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.sampling.launches import rows_apart
 from precast.kernels.step_launches import (
     DrawnPart,
@@ -88,8 +89,10 @@ def of_worlds(graph: Graph, target: Target, tables: Sequence[Table], worlds: Seq
     for world in worlds:
         for rank in range(world.tp):
             of_rank = bound(graph, {"rank": rank, **world._asdict()})
+            of_world = target._replace(tp=world.tp)
+            of_rank = with_rounded_inputs(of_rank, of_world)
             among = Among(rank, world.tp) if world.tp > 1 else None
-            for each in variants(of_rank, known_targets(of_rank, target._replace(tp=world.tp), tables), among):
+            for each in variants(of_rank, known_targets(of_rank, of_world, tables), among):
                 found.setdefault((each.key, each.aligned, each.ones, each.wide), each)
     return sorted(found.values(), key=lambda each: (each.launch.kernel, each.key))
 

@@ -44,7 +44,7 @@ def quantised_linear(args: Args) -> tuple[TensorType, ...]:
     expect(len(x.shape) >= 1, "input: expected at least one dimension")
     expect_dtype("input", x, *COMPUTED)
     expect_one_of("activation", activation, QUANTISED_INPUTS)
-    weight = _values("weight", args)
+    weight = quantised_values("weight", args)
     expect_rank("weight, dequantised", weight, 2)
     outputs, inputs = reversed(weight.shape) if args["format"] in ("awq", "gptq") else weight.shape
     expect_shape("input's last dimension", x.shape[-1:], (inputs,))
@@ -55,7 +55,7 @@ def quantised_linear(args: Args) -> tuple[TensorType, ...]:
     return (TensorType(x.dtype, (*x.shape[:-1], outputs)),)
 
 
-def _values(name: str, args: Args) -> TensorType:
+def quantised_values(name: str, args: Args) -> TensorType:
     """The values that the argument `name` holds in few bits, with the parts that stand beside it."""
     format, weight, scales = args["format"], args[name], args["scales"]
     others = {part: args[part] for part in ("zeros", "groups", "global_scale") if args.get(part) is not None}

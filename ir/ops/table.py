@@ -16,6 +16,7 @@ from precast.ir.ops import (
     rows_fused,
     rows_pointwise,
     rows_reductions,
+    rows_rounded,
     rows_sparse,
     rows_states,
     rows_tokens,
@@ -25,7 +26,7 @@ from precast.ir.ops.op import OpDef
 
 _ROW_FILES = (
     rows_attention, rows_collectives, rows_entries, rows_experts, rows_fused, rows_pointwise, rows_reductions,
-    rows_sparse, rows_states, rows_tokens, rows_views,
+    rows_rounded, rows_sparse, rows_states, rows_tokens, rows_views,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from precast.kernels.rows import HAS_ROWS, in_triton
 from precast.kernels.use import Use, copied, wide, width
 
 
-def _gated_activation(use: Use) -> Expr:
+def gated_activation_workspace(use: Use) -> Expr:
     """The wide copy of both halves, the activated gate, the product before it is rounded."""
     x = use.operands["x"]
     total = 2 * copied(x) + 2 * wide(x)
@@ -19,5 +19,5 @@ def _gated_activation(use: Use) -> Expr:
 
 RECORDS = (
     in_triton("precast.gated_activation", launches.gated_activation, ("x",), HAS_ROWS),
-    reference("precast.gated_activation", "gated_activation.gated_activation", _gated_activation),
+    reference("precast.gated_activation", "gated_activation.gated_activation", gated_activation_workspace),
 )

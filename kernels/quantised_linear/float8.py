@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, mul, numel
+from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.linear import records as linear
 from precast.kernels.linear.cublaslt import ALIGNED, BLOCK, BLOCK_ROWS
-from precast.kernels.quantised_linear.launches import aligned, rounding, sizes_of
+from precast.kernels.quantised_linear.launches import aligned, input_of, is_given, rounding, scales_laid, sizes_of
 from precast.kernels.records import Launch, Pointer
 from precast.kernels.use import Use
 
@@ -51,7 +52,7 @@ def has_even_sizes(use: Use) -> bool:
 
 def lies_ready(use: Use) -> bool:
     """Whether all but the input lies in row-major order, at addresses of params, and a bias has the result's type."""
-    given = [operand for name, operand in use.operands.items() if name != "input"]
+    given = [operand for name, operand in use.operands.items() if name not in ("input", "input_scales")]
     is_alike = not use.has("bias") or use.operands["bias"].type.dtype == use.result.dtype
     return is_alike and all(each.is_contiguous and not each.is_activation for each in given)
 
@@ -72,11 +73,11 @@ def _space(use: Use) -> _Space:
     assert sizes is not None, "the record's conditions want sizes that are known"
     in_blocks = kind == "blocks"
     held = mul(BLOCK_ROWS, ceildiv(rows, BLOCK_ROWS)) if in_blocks else rows
-    each = 0 if kind == "one" else sizes.inputs // BLOCK if in_blocks else 1
-    scales = aligned(mul(held, sizes.inputs))
+    each = sizes.inputs // BLOCK if in_blocks else 0 if kind == "one" or is_given(use) else 1
+    scales = 0 if is_given(use) else aligned(mul(held, sizes.inputs))
     spread = add(scales, aligned(mul(4 * each, held)))
     spare = add(spread, aligned(4 * sizes.outputs) if _is_spread(use) else 0)
-    library = add(spare, aligned(use.width("input") * BLOCK_ROWS * sizes.outputs) if in_blocks else 0)
+    library = add(spare, aligned(element_bytes(use.result.dtype) * BLOCK_ROWS * sizes.outputs) if in_blocks else 0)
     return _Space(scales, spread, spare, library, add(library, linear.workspace_bytes(sizes.outputs)))
 
 
@@ -95,18 +96,20 @@ def workspace(use: Use) -> Expr:
 
 
 def launches(use: Use) -> tuple[Launch, ...]:
-    """The input rounded, and the product."""
+    """The input rounded, if it isn't yet, and the product."""
     sizes, kind, rows, space = sizes_of(use), scales_of(use), numel(use.shape("input")[:-1]), _space(use)
     assert sizes is not None, "the record's conditions want sizes that are known"
     assert kind is not None, "and scales that the library takes"
     assert use.dtype is not None
     scales = None if kind == "one" else Pointer("workspace", "float32", space.scales)
+    if is_given(use) and kind == "rows":
+        scales = Pointer("input_scales")
     spread = Pointer("workspace", "float32", space.spread) if _is_spread(use) else None
     product = Launch(
         "precast.kernels.linear.cublaslt:ScaledProduct",
         grid=(rows,),
         args=(
-            Pointer("out.0"), Pointer("workspace", "float8_e4m3fn"), Pointer("weight"),
+            Pointer("out.0"), input_of(use), Pointer("weight"),
             Pointer("bias") if use.has("bias") else None, spread or Pointer("scales"),
             scales or Pointer("input_scale"), Pointer("workspace", "uint8", space.library),
             Pointer("workspace", use.dtype, space.spare) if kind == "blocks" else None, rows,
@@ -117,4 +120,7 @@ def launches(use: Use) -> tuple[Launch, ...]:
         },
         library=True,
     )  # fmt: skip
-    return rounding(use, scales, by_groups=kind == "blocks", spread=spread), product
+    if not is_given(use):
+        return rounding(use, scales, by_groups=kind == "blocks", spread=spread), product
+    in_blocks = kind == "blocks"
+    return (*((scales_laid(use, scales if in_blocks else None, spread),) if in_blocks or spread else ()), product)

@@ -13,6 +13,7 @@ from precast.ir.graph.schema import Const, Dim, Dtype, Expr, Items, TensorType
 from precast.ir.graph.symbols import add, ceildiv, mul, numel
 from precast.ir.memory.liveness import Operand
 from precast.ir.weights.quantised import NVFP4_BLOCK
+from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.blocks import power_of_two
 from precast.kernels.linear import records as linear
 from precast.kernels.records import Launch, Launches, Pointer, Stride
@@ -111,7 +112,7 @@ def values_of_a_word(use: Use) -> int:
     format, sizes = str(use.constant("format")), sizes_of(use)
     if format not in ("fp8", "int8"):
         return _VALUES.get(format, 1)
-    if sizes is None or _is_exact(use) or sizes.inputs % 4 or (sizes.num_groups > 1 and sizes.group % 4):
+    if sizes is None or is_exact(use) or sizes.inputs % 4 or (sizes.num_groups > 1 and sizes.group % 4):
         return 1
     return 4
 
@@ -120,7 +121,12 @@ def _activation(use: Use) -> str:
     return str(use.constant("activation") or "none")
 
 
-def _is_exact(use: Use) -> bool:
+def is_given(use: Use) -> bool:
+    """Whether an op in front has rounded the input: `rounded_linear`'s."""
+    return use.has("input_scales")
+
+
+def is_exact(use: Use) -> bool:
     """Whether numbers of eight bits are multiplied as they are, of input and weight alike."""
     format, activation, group = use.constant("format"), _activation(use), _sizes(use).group
     fits = (format == "fp8" and activation.startswith("fp8")) or (format == "int8" and activation == "int8_token")
@@ -156,11 +162,11 @@ def tile_of(use: Use, most: int | None) -> Tile:
         # A warp has all rows of the input: with fewer outputs each, bringing these there would take most of the time.
         n = 64 if m == 16 else 128
         parts = _parts(sizes, n, most)
-    inputs = INPUT_GROUP if each > 1 or _is_exact(use) or _activation(use) == "fp8_group" else 64
+    inputs = INPUT_GROUP if each > 1 or is_exact(use) or _activation(use) == "fp8_group" else 64
     if _scales_at(use, inputs) == "values" and each in (1, 4) and sizes.group in (16 * each, 32 * each, 64):
         inputs = sizes.group
     bits = 4 if each == 8 else 8
-    stage = m * inputs * use.width("input") + n * inputs * bits // 8
+    stage = m * inputs * element_bytes(use.result.dtype) + n * inputs * bits // 8
     many = _LARGE_BYTES if use.target.capability[0] == 9 else _SHARED_BYTES
     held = _SMALL_BYTES if m == 16 else many // 2 if m == 32 else many
     return Tile(m, n, inputs // each, parts, 8 if m > 64 else 4, max(2, min(held // stage, 8)))
@@ -203,11 +209,12 @@ def rounded_bytes(use: Use) -> Expr:
     """What the input takes that is written anew, and its scales after it."""
     rows, sizes = numel(use.shape("input")[:-1]), _sizes(use)
     groups = -(-sizes.inputs // INPUT_GROUP) if _activation(use) == "fp8_group" else 1
-    return add(_values_bytes(use), aligned(mul(4 * groups, rows)) if _activation(use) != "none" else 0)
+    has_scales = _activation(use) != "none" and not is_given(use)
+    return add(_values_bytes(use), aligned(mul(4 * groups, rows)) if has_scales else 0)
 
 
 def _values_bytes(use: Use) -> Expr:
-    width = 0 if not _is_rounded(use) else 1 if _is_exact(use) else use.width("input")
+    width = 0 if not _is_rounded(use) else 1 if is_exact(use) else use.width("input")
     return aligned(mul(width, numel(use.shape("input")[:-1]), _sizes(use).inputs))
 
 
@@ -218,7 +225,7 @@ def aligned(size: Expr) -> Expr:
 
 def _is_rounded(use: Use) -> bool:
     """Whether the input is written anew first: rounded, or laid side by side."""
-    return _activation(use) != "none" or not use.operands["input"].is_contiguous
+    return not is_given(use) and (_activation(use) != "none" or not use.operands["input"].is_contiguous)
 
 
 def workspace(most: int | None) -> Callable[[Use], Expr]:
@@ -277,22 +284,45 @@ def rounding(use: Use, scales: Pointer | None, *, by_groups: bool = False, sprea
     )  # fmt: skip
 
 
+def scales_laid(use: Use, scales: Pointer | None, spread: Pointer | None) -> Launch:
+    """The scales of groups of an input that is given, as `rounding` lays them `by_groups`; and `spread` as there."""
+    sizes, rows, has_pdl = _sizes(use), numel(use.shape("input")[:-1]), use.target.capability >= (9, 0)
+    count = 0 if scales is None else -(-sizes.inputs // INPUT_GROUP)
+    return Launch(
+        f"{_KERNELS}:lay_scales_kernel",
+        grid=(ceildiv(mul(count, rows), _ROUNDED_AT_ONCE) if count else ceildiv(sizes.outputs, _ROUNDED_AT_ONCE),),
+        args=(
+            scales, spread, None if scales is None else Pointer("input_scales"),
+            None if spread is None else Pointer("scales"), rows,
+        ),
+        constants={
+            "GROUPS": count, "OUTPUTS": 0 if spread is None else sizes.outputs, "BLOCK": _ROUNDED_AT_ONCE,
+            "PDL": has_pdl,
+        },
+        pdl=has_pdl,
+    )  # fmt: skip
+
+
 def input_of(use: Use) -> Pointer:
     """What the product reads."""
     if not _is_rounded(use):
         return Pointer("input")
     exact: Dtype = "float8_e4m3fn" if use.constant("format") == "fp8" else "int8"
-    return Pointer("workspace", exact if _is_exact(use) else use.operands["input"].type.dtype)
+    return Pointer("workspace", exact if is_exact(use) else use.operands["input"].type.dtype)
 
 
 def input_scales_of(use: Use) -> tuple[str, Pointer | None]:
     """Of what the product reads: as the kernels' `INPUT_SCALES`, and where they are."""
     kind = {"none": "none", "fp8_tensor": "one", "fp8_group": "steps"}.get(_activation(use), "row")
+    if is_given(use) and kind == "one":
+        kind = "row"
     return kind, Pointer("input_scale") if kind == "one" else own_scales(use)
 
 
 def own_scales(use: Use) -> Pointer | None:
     """Where the scales are that the rounded input has; None where it has none of its own."""
+    if is_given(use):
+        return Pointer("input_scales")
     of_rows = _activation(use) not in ("none", "fp8_tensor")
     return Pointer("workspace", "float32", _values_bytes(use)) if of_rows else None
 

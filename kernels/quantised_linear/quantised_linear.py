@@ -55,32 +55,46 @@ def quantise_input(x: torch.Tensor, activation: str, input_scale: torch.Tensor |
 
     Raises ValueError for one that isn't known, or is `none`.
     """
+    return from_few_bits(*few_bits(x, activation, input_scale), activation)
+
+
+def from_few_bits(values: torch.Tensor, scales: torch.Tensor, activation: str) -> torch.Tensor:
+    """What `few_bits` made, multiplied out: [..., I] in the scales' dtype."""
+    groups = _in_groups(values.to(scales.dtype), activation)
+    return (groups * scales.unsqueeze(-1)).flatten(-2)[..., : values.shape[-1]]
+
+
+def few_bits(
+    x: torch.Tensor, activation: str, input_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of few bits that `x` [..., I] is rounded to, float8_e4m3fn or int8, and the scales [..., G] that they
+    are multiplied by, in `x`'s dtype: G is 1, or of `fp8_group` the groups of a row. Raises as `quantise_input` does.
+    """
+    groups = _in_groups(x, activation)
     if activation == "fp8_tensor":
         assert input_scale is not None
-        return _fp8(x, input_scale.to(x.dtype))
-    if activation == "fp8_token":
-        return _fp8(x, divided(_largest(x), FP8_MAX))
-    if activation == "fp8_group":
-        groups = functional.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-        return _fp8(groups, divided(_largest(groups), FP8_MAX)).flatten(-2)[..., : x.shape[-1]]
+        scales = input_scale.to(x.dtype).expand(groups.shape[:-1])
+    elif activation in ("fp8_token", "fp8_group", "int8_token"):
+        scales = divided(_largest(groups), INT8_MAX if activation == "int8_token" else FP8_MAX)
+    else:
+        expected = "none, fp8_token, fp8_group, fp8_tensor or int8_token"
+        raise ValueError(f"activation: expected {expected}, found {activation!r}")
+    quotients = (groups / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
     if activation == "int8_token":
-        scale = divided(_largest(x), INT8_MAX)
-        return (x / _divisor(scale)).round().clamp(-INT8_MAX - 1, INT8_MAX) * scale
-    raise ValueError(f"activation: expected none, fp8_token, fp8_group, fp8_tensor or int8_token, found {activation!r}")
+        return quotients.round().clamp(-INT8_MAX - 1, INT8_MAX).to(torch.int8), scales
+    return quotients.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
 
 
-def _fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return (x / _divisor(scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
+def _in_groups(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """`x` [..., I] as [..., G, I / G], the last group filled up with zeros."""
+    if activation != "fp8_group":
+        return x.unsqueeze(-2)
+    return functional.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude along the last dimension, which may be empty."""
-    return functional.pad(x.abs(), (0, 1)).amax(-1, keepdim=True)
-
-
-def _divisor(scale: torch.Tensor) -> torch.Tensor:
-    """The scale, and 1 in place of 0: zeros are divided by it."""
-    return torch.where(scale == 0, 1.0, scale)
+    return functional.pad(x.abs(), (0, 1)).amax(-1)
 
 
 _QUANTISED = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)

@@ -1,5 +1,6 @@
 """What computes linear layers whose weights are in few bits, in half precision on GPUs. Of few rows it is the weight
 stream, on Hopper; of many cuBLASLt, where weights and rounded inputs are float8; else Triton. Elsewhere the definition.
+The same compute `rounded_linear`, whose input an op in front has rounded.
 
 How Triton's kernels cut their work depends on how many tokens a step has. GPUs below compute capability 8.9 have no
 instructions for float8: there the definition dequantises such a weight for each product.
@@ -8,6 +9,8 @@ instructions for float8: there the definition dequantises such a weight for each
 from __future__ import annotations
 
 from typing import Any
+
+import msgspec
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, mul, numel
@@ -134,11 +137,35 @@ _FLOAT8_RECORDS = (
     _float8("blocks", "128 inputs and of blocks of 128 x 128, a multiple of 4 in a row"),
 )
 _FROM = (0, *(most + 1 for most in launches.ROWS))
-RECORDS = (
+_QUANTISED = (
     *streamed.records(),
     *_FLOAT8_RECORDS,
     *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),
     _MANY,
     _up_to(_FROM[-1], None),
+)
+
+
+def _takes_as_stored(use: Use) -> bool:
+    return launches.is_exact(use) and all(use.operands[name].is_contiguous for name in ("input", "input_scales"))
+
+
+def _of_rounded(record: Record) -> Record:
+    """What takes inputs that are rounded already by the same launches but the first."""
+    return msgspec.structs.replace(
+        record, op="precast.rounded_linear", name=record.name.replace("quantised_linear", "rounded_linear"),
+        dtypes={**record.dtypes, "input": ("float8_e4m3fn", "int8")},
+        takes=(
+            Condition("a result of 16 bits", lambda use: use.dtype in _HALF),
+            Condition("input and weight multiplied as they are stored, without gaps", _takes_as_stored),
+            *record.takes,
+        ),
+    )  # fmt: skip
+
+
+RECORDS = (
+    *_QUANTISED,
     reference("precast.quantised_linear", "quantised_linear.quantised_linear", _dequantised),
+    *(_of_rounded(record) for record in _QUANTISED if record is not _MANY),
+    reference("precast.rounded_linear", "quantised_linear.rounded_linear", _dequantised),
 )

@@ -1,7 +1,7 @@
 """The weight stream over weights in few bits: which layers it takes, and its launches. No torch and no triton here.
 
-`kernels/linear/stream.cu` describes it. An input that is rounded is rounded by a launch in front, while the first
-weights are on their way.
+`kernels/linear/stream.cu` describes it. An input that is rounded here is rounded by a launch in front, while the
+first weights are on their way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _lies(use: Use) -> _Lies | None:
         return None
     if is_rounded and not (format == "fp8" and str(activation).startswith("fp8")):
         return None
-    if activation == "fp8_tensor" and use.operands["input_scale"].type.dtype != "float32":
+    if launches.input_scales_of(use)[0] == "one" and use.operands["input_scale"].type.dtype != "float32":
         return None
     group = sizes.group if sizes.num_groups > 1 else None
     if (activation == "fp8_group") != (is_rounded and group is not None) or (
@@ -99,10 +99,11 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
     assert lies is not None
     assert sizes is not None
     assert plan is not None
-    stored, activation = lies.stored, use.constant("activation")
+    stored = lies.stored
     rows, bias = numel(use.shape("input")[:-1]), Pointer("bias") if use.has("bias") else None
     input: tuple[Pointer, Stride | int, Stride | int] = Pointer("input"), Stride("input", -2), Stride("input", -1)
-    if _is_rounded(use):
+    rounds = _is_rounded(use) and not launches.is_given(use)
+    if rounds:
         input = launches.input_of(use), sizes.inputs, 1
     constants: dict[str, int | float | bool | str] = {
         "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "PASS": plan.tiles_a_pass, "STEP": stored.step,
@@ -111,7 +112,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
     }  # fmt: skip
     constants |= {"FLOAT8": True} if stored.bits == 8 else {"PACKED4": True, "OFFSET": lies.offset}
     if _is_rounded(use):
-        constants |= {"X_FLOAT8": True, "X_SCALES": int(activation != "fp8_tensor")}
+        constants |= {"X_FLOAT8": True, "X_SCALES": int(launches.input_scales_of(use)[0] != "one")}
     product = Launch(
         "precast.kernels.linear/stream.cu:stream_linear",
         grid=(plan.grid,),
@@ -124,7 +125,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip
-    return (*((launches.rounding(use, launches.own_scales(use)),) if _is_rounded(use) else ()), product)
+    return (*((launches.rounding(use, launches.own_scales(use)),) if rounds else ()), product)
 
 
 def _counts(use: Use, most: int) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from precast.kernels.rounded.few_bits import divided_groups, in_few_bits, scales_of_groups
 from precast.kernels.triton_chain import wait_for_previous
 
 _INPUT_GROUP = tl.constexpr(128)
@@ -27,12 +28,22 @@ _BLOCK_ROWS = tl.constexpr(4)
 
 
 @triton.jit
-def _on_float8s_grid(x):  # type: ignore[no-untyped-def]
-    """x, of magnitudes to 448, rounded to nearest even among the values of float8_e4m3fn, which have four digits."""
-    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
-    # what is added leaves the float32 no more digits than these
-    more = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
-    return (x + more) - more
+def _place_by_groups(row, group, num_rows, count):  # type: ignore[no-untyped-def]
+    """Where `ScaledProduct` wants the scale of a group of `count` of a row: [groups, rows] of a multiple of
+    `_BLOCK_ROWS`, and then [groups, _BLOCK_ROWS] of the others."""
+    whole = num_rows // _BLOCK_ROWS * _BLOCK_ROWS
+    return tl.where(row < whole, group * whole + row, whole * count + group * _BLOCK_ROWS + (row - whole))
+
+
+@triton.jit
+def _spread(  # type: ignore[no-untyped-def]
+    spread_ptr, scale_ptr, program, num_programs, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One scale for each of OUTPUTS, by all programs together."""
+    of_all = tl.load(scale_ptr)
+    for start in range(program * BLOCK, OUTPUTS, num_programs * BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        tl.store(spread_ptr + n, tl.broadcast_to(of_all, n.shape), mask=n < OUTPUTS)
 
 
 @triton.jit
@@ -58,9 +69,8 @@ def round_kernel(  # type: ignore[no-untyped-def]
     """A row, or a part of it of BLOCK inputs, divided by its scale and rounded, into rows without gaps.
 
     KIND: `fp8`, `int8`, or `none` for a copy. A scale for each GROUP inputs goes to `scales_ptr` [rows, groups], or
-    BY_GROUPS, as `ScaledProduct` wants them: [groups, rows] of a multiple of `_BLOCK_ROWS`, and then [groups,
-    _BLOCK_ROWS] of the others. Without GROUP it is the one that `scale_ptr` has, which each row gets in `scales_ptr`,
-    if that is given. `spread_ptr` [OUTPUTS] gets the one scale of the weight for each output.
+    BY_GROUPS, as `_place_by_groups` says. Without GROUP it is the one that `scale_ptr` has, which each row gets in
+    `scales_ptr`, if that is given. `spread_ptr` [OUTPUTS] gets the one scale of the weight for each output.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -70,37 +80,48 @@ def round_kernel(  # type: ignore[no-untyped-def]
     if KIND != "none":
         x = x.to(tl.float32)
         if GROUP:
-            MOST: tl.constexpr = 448.0 if KIND == "fp8" else 127.0
             groups = tl.reshape(x, (BLOCK // GROUP, GROUP))
-            scale = tl.div_rn(tl.max(tl.abs(groups), 1), tl.full((BLOCK // GROUP,), MOST, tl.float32))
+            scale = scales_of_groups(groups, KIND)
             group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             count = (inputs + GROUP - 1) // GROUP
             if BY_GROUPS:
-                whole = tl.num_programs(0) // _BLOCK_ROWS * _BLOCK_ROWS
-                of_rest = whole * count + group * _BLOCK_ROWS + (row - whole)
-                tl.store(scales_ptr + tl.where(row < whole, group * whole + row, of_rest), scale, mask=group < count)
+                place = _place_by_groups(row, group, tl.num_programs(0), count)
+                tl.store(scales_ptr + place, scale, mask=group < count)
             else:
                 tl.store(scales_ptr + row * count + group, scale, mask=group < count)
-            divisor = tl.where(scale == 0, 1.0, scale)
-            x = tl.reshape(tl.div_rn(groups, tl.broadcast_to(divisor[:, None], groups.shape)), (BLOCK,))
+            x = tl.reshape(divided_groups(groups, scale), (BLOCK,))
         else:
             scale = tl.load(scale_ptr).to(tl.float32)
             if scales_ptr is not None:
                 tl.store(scales_ptr + row, scale, mask=tl.program_id(1) == 0)
             x = tl.div_rn(x, tl.full((BLOCK,), 1.0, tl.float32) * tl.where(scale == 0, 1.0, scale))
-        if KIND == "fp8":
-            x = _on_float8s_grid(tl.clamp(x, -448.0, 448.0)).to(tl.float8e4nv)
-            if rounded_ptr.dtype.element_ty != tl.float8e4nv:
-                x = x.to(rounded_ptr.dtype.element_ty)
-        else:
-            # beyond 2^23 float32 has integers alone: what is added rounds to nearest even
-            x = tl.clamp((x + 12582912.0) - 12582912.0, -128.0, 127.0).to(rounded_ptr.dtype.element_ty)
+        x = in_few_bits(x, KIND, rounded_ptr.dtype.element_ty)
     tl.store(rounded_ptr + row * inputs + k, x, mask=k < inputs)
     if OUTPUTS:
-        of_all = tl.load(weight_scale_ptr)
-        for start in range(tl.program_id(0) * BLOCK, OUTPUTS, tl.num_programs(0) * BLOCK):
-            n = start + tl.arange(0, BLOCK)
-            tl.store(spread_ptr + n, tl.broadcast_to(of_all, n.shape), mask=n < OUTPUTS)
+        _spread(spread_ptr, weight_scale_ptr, tl.program_id(0), tl.num_programs(0), OUTPUTS, BLOCK)
+
+
+@triton.jit
+def lay_scales_kernel(  # type: ignore[no-untyped-def]
+    laid_ptr,
+    spread_ptr,
+    scales_ptr,
+    weight_scale_ptr,
+    num_rows,
+    GROUPS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`scales_ptr` [rows, GROUPS] as `round_kernel` lays them BY_GROUPS, if there are any; and what it spreads."""
+    wait_for_previous(PDL)
+    if GROUPS:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row = i // GROUPS
+        scales = tl.load(scales_ptr + i, mask=row < num_rows)
+        tl.store(laid_ptr + _place_by_groups(row, i % GROUPS, num_rows, GROUPS), scales, mask=row < num_rows)
+    if OUTPUTS:
+        _spread(spread_ptr, weight_scale_ptr, tl.program_id(0), tl.num_programs(0), OUTPUTS, BLOCK)
 
 
 @triton.jit

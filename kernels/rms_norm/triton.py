@@ -29,7 +29,7 @@ def scaled(normed, scale, CAST_BEFORE_SCALE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, scale, eps, WIDTH: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def normed_rows(x, scale, eps, WIDTH: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows of `x`, float32 and 0 from WIDTH on, over their root mean squares; `scale` None for no weight."""
     normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
     return normed.to(dtype) if scale is None else scaled(normed, scale, CAST_BEFORE_SCALE, dtype)
@@ -85,7 +85,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
         source = residual_ptr + (outer * residual_stride_o + within * residual_stride_i) + d * residual_stride_d
         residual = tl.load(source, mask=mask, other=0.0)
         if inner_weight_ptr is not None:
-            x = _normed(x.to(tl.float32), inner_scale, eps, WIDTH, CAST_BEFORE_SCALE, dtype)
+            x = normed_rows(x.to(tl.float32), inner_scale, eps, WIDTH, CAST_BEFORE_SCALE, dtype)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + target, x, mask=mask)
-    tl.store(y_ptr + target, _normed(x.to(tl.float32), scale, eps, WIDTH, CAST_BEFORE_SCALE, dtype), mask=mask)
+    tl.store(y_ptr + target, normed_rows(x.to(tl.float32), scale, eps, WIDTH, CAST_BEFORE_SCALE, dtype), mask=mask)

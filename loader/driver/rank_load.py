@@ -21,6 +21,7 @@ from precast.ir.waits import ended
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.collectives.launches import MACROS, Among
+from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.sampling.launches import told_bytes
 from precast.kernels.step_launches import DrawnPart
 from precast.kernels.use import Target
@@ -143,6 +144,7 @@ def _prepared(
     device = begun.device
     target = target_of(device, opened, options)._replace(tp=among.size)
     graph = with_slabs(bind_world(opened.graph, Placement(among.rank, among.size, ranks.ep, device)), limits)
+    graph = with_rounded_inputs(graph, target)
     agree = partial(agreed, ranks.side, rules=options.rules_text())
     world = (among.size, ranks.ep)
     chosen = choose(opened, target.text, allowed=options.native, trust=rules, world=world, agree=agree)

@@ -20,6 +20,7 @@ from precast.kernels.machine import machine_with
 from precast.kernels.measured import Table, table_of
 from precast.kernels.native import Native
 from precast.kernels.records import Launch
+from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.sampling.launches import rows_apart
 from precast.kernels.sealed import sealed_tables
 from precast.kernels.use import GPU, Target
@@ -86,7 +87,9 @@ def runner_ready(
     limits = options.limits(opened.manifest.model.max_seq_len)
     with device.use():
         with timeline.phase("launches"), collector_held():
-            model = as_launches(graph, target_of(device, opened, options), opened, layer, limits)
+            target = target_of(device, opened, options)
+            graph = with_rounded_inputs(graph, target)
+            model = as_launches(graph, target, opened, layer, limits)
             kernels = kernels_of(model, device)
         tensors = {**params, **on_host.constants(graph, opened.constants, device)}
         runner = pools(model, kernels, tensors, options, timeline, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +35,11 @@ from precast.cli import show
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BuildError, WeightsError
 from precast.ir.graph.schema import Call, Const, Node
-from precast.ir.graph.world import bound
+from precast.ir.graph.world import bound, unsharded
+from precast.ir.verify import verifier
 from precast.kernels.choices import cases
-from precast.kernels.use import GPU, statics_in, types_in, use_of
+from precast.kernels.rounded.fusing import with_rounded_inputs
+from precast.kernels.use import GPU, Target, statics_in, types_in, use_of
 
 PROMPT = [5, 9, 70, 33, 12, 88]
 SIZES = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 32}
@@ -301,6 +304,40 @@ def test_hopper_has_kernels_that_round(case: str, tp: int, made: Callable[[str],
         kinds, olders = ({case.choice.record.kind for case in cases(use._replace(target=at))} for at in (target, older))
         assert kinds - {"library 12.9"} == olders
         assert olders - {"cuda"} == {"triton"}
+
+
+ROUNDING = ("precast.rounded_rms_norm", "precast.rounded_residual_rms_norm", "precast.rounded_gated_activation")
+
+
+def fused_layers(case: str) -> int:
+    """Of two blocks, the layers behind norms and gates: all but those behind attention.
+
+    With scales of their own q, k and v stay apart, and so do gate and up; a bound stands in front of layers; and values
+    of parts of blocks are multiplied by their scales one by one.
+    """
+    if CASES[case].activation == "fp8_tensor" or "bound" in case:
+        return 0
+    return 4 if case.endswith("FP8 in groups") else 6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_norms_and_gates_round_for_hoppers_kernels(case: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    """The same logits, bit for bit: here both are computed by the definitions."""
+    weights = made(case).checkpoints.stored
+    bundle = precast.build(weights, tmp_path / "b", dtype="bfloat16")
+    graph = unsharded(bundle.graph)
+    expected = logits(bundle, weights)
+
+    fused = with_rounded_inputs(graph, GPU)
+
+    verifier.check(fused)
+    ops = Counter(node.op for block in fused.blocks for node in block.nodes)
+    assert ops["precast.rounded_linear"] == sum(ops[op] for op in ROUNDING) == fused_layers(case)
+    with precast.load(
+        msgspec.structs.replace(bundle, graph=fused), weights=weights, device="cpu", cache_bytes=1 << 20
+    ) as engine:
+        assert torch.equal(engine.logits(PROMPT), expected)
+    assert with_rounded_inputs(graph, Target("cpu")) is graph
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -26,6 +26,7 @@ from precast.ir.memory.liveness import Operand
 from precast.kernels import registry
 from precast.kernels.choices import CPU_COPIES, CPU_COPIES_OF_OTHERS, cases, fitting, runnable, workspace
 from precast.kernels.dtypes import NAMES
+from precast.kernels.quantised_linear.quantised_linear import few_bits
 from precast.kernels.sampling import sample as sampling
 from precast.kernels.sampling.records import greedy_workspace
 from precast.kernels.use import GPU, LONGEST, Target, Use
@@ -347,6 +348,17 @@ def _quantised_product(sequences: Sequences, dtype: torch.dtype, make: Callable[
     return quantised.call(draw.normal(1, _tokens(sequences), 512), make(draw, 1024, 512))
 
 
+def _rounded_product(sequences: Sequences, dtype: torch.dtype, activation: str) -> Sample:
+    draw = Draw(dtype, torch.device("cpu"))
+    values, scales = few_bits(draw.normal(1, _tokens(sequences), 512, dtype=torch.float32), activation)
+    given = {"input": values.contiguous(), "input_scales": scales.contiguous(), **quantised.fp8(draw, 1024, 512)}
+    return {**given, "input_scale": None, "bias": None, "dtype": dtype, "activation": activation}
+
+
+def _rounded(sequences: Sequences, dtype: torch.dtype, make: Callable[..., Sample], **how: Any) -> Sample:
+    return {**make(sequences, dtype, **how), "input_scale": None, "activation": "fp8_group"}
+
+
 def _embedded(sequences: Sequences, dtype: torch.dtype, **how: Any) -> Sample:
     ids = torch.randint(0, 50, (1, _tokens(sequences)))
     return {"ids": ids, "weight": _normal(dtype, 50, 512), "scale": 2.0, **how}
@@ -472,6 +484,15 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
             ("awq", quantised.awq),
         )
     },
+    "rounded linear": ("rounded_linear", _rounded_product, {"activation": "fp8_token"}, 2.0),
+    "rounded norm": ("rounded_rms_norm", _rounded, {"make": _norm, "cast_before_scale": True}, 2.0),
+    "rounded residual norm": (
+        "rounded_residual_rms_norm",
+        _rounded,
+        {"make": _residual_norm, "cast_before_scale": True},
+        2.0,
+    ),
+    "rounded gate": ("rounded_gated_activation", _rounded, {"make": _gated}, 2.0),
     "sinkhorn": ("sinkhorn", _matrices, {}, 3.0),
     "embedding": ("embedding", _embedded, {}, 1.05),
     "sharded embedding": ("sharded_embedding", _embedded, {"start": 20}, 1.25),

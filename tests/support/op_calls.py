@@ -88,6 +88,11 @@ FP8: Args = {
     "input": t("bfloat16", 1, "T", 45), "weight": t("float8_e4m3fn", 27, 45), "scales": f32(7, 6), "format": "fp8",
     "block": (4, 8), "activation": "fp8_tensor", "input_scale": f32(1),
 }  # fmt: skip
+ROUNDED: Args = {
+    "input": t("float8_e4m3fn", 1, "T", 45), "input_scales": f32(1, "T", 1), "weight": t("float8_e4m3fn", 27, 45),
+    "scales": f32(7, 6), "input_scale": None, "bias": t("bfloat16", 27), "format": "fp8", "block": (4, 8),
+    "dtype": "bfloat16", "activation": "fp8_token",
+}  # fmt: skip
 # what a rank has of a layer: of its inputs, with one scale for the whole; of its rows, in blocks; of its groups
 FP8_OF_A_RANK: Args = {
     "input": t("bfloat16", 1, "T", mul(128, PAIRS)), "weight": t("float8_e4m3fn", 512, mul(128, PAIRS)),
@@ -223,6 +228,27 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("quantised_linear", PACKED4, (t("bfloat16", 1, "T", 512),)),
     ("quantised_linear", MXFP4, (f32("T", 9000),)),
     ("quantised_linear", NVFP4, (f32(1, "T", mul(16, PAIRS)),)),
+    ("rounded_linear", ROUNDED, (t("bfloat16", 1, "T", 27),)),
+    (
+        "rounded_rms_norm",
+        {**NORM, "activation": "fp8_token"},
+        (t("float8_e4m3fn", 1, "T", 8), f32(1, "T", 1)),
+    ),
+    (
+        "rounded_rms_norm",
+        {**NORM, "weight": None, "activation": "fp8_tensor", "input_scale": f32(1)},
+        (t("float8_e4m3fn", 1, "T", 8), f32(1, "T", 1)),
+    ),
+    (
+        "rounded_residual_rms_norm",
+        {**STREAM, "activation": "int8_token"},
+        (t("int8", 1, "T", 8), f32(1, "T", 1), f32(1, "T", 8)),
+    ),
+    (
+        "rounded_gated_activation",
+        {"x": f32(1, "T", 600), "kind": "silu", "activation": "fp8_group"},
+        (t("float8_e4m3fn", 1, "T", 300), f32(1, "T", 3)),
+    ),
     ("fused", FUSED, (f32(1, "T", 8),)),
     ("attention", PACKED, (Q,)),
     ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),

@@ -44,6 +44,7 @@ from op_calls import (
     PAGES8,
     ROPE,
     ROTARY,
+    ROUNDED,
     ROUTE,
     SAMPLE,
     SCALES,
@@ -407,6 +408,23 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.gated_linear", {**GATED, "weight": f32(6, 9)}, "input's last dimension.*9.*8"),
     ("precast.gated_linear", {**GATED, "bias": f32(3)}, "bias: expected shape"),
     ("precast.gated_linear", {**GATED, "kind": "relu"}, "kind: expected one of silu"),
+    ("precast.rounded_linear", {**ROUNDED, "input": t("bfloat16", 1, "T", 45)}, "input: expected dtype float8_e4m3fn"),
+    ("precast.rounded_linear", {**ROUNDED, "activation": "int8_token"}, "input: expected dtype int8"),
+    ("precast.rounded_linear", {**ROUNDED, "input_scales": f32(1, "T", 45)}, "input_scales: expected shape"),
+    ("precast.rounded_linear", {**ROUNDED, "format": "awq"}, "format: expected one of fp8, int8"),
+    ("precast.rounded_linear", {**ROUNDED, "bias": f32(27)}, "bias: expected dtype bfloat16"),
+    ("precast.rounded_rms_norm", {**NORM, "activation": "none"}, "activation: expected one of fp8_token, "),
+    ("precast.rounded_rms_norm", {**NORM, "activation": "fp8_tensor"}, "input_scale: missing"),
+    (
+        "precast.rounded_residual_rms_norm",
+        {**STREAM, "activation": "fp8_token", "input_scale": f32(1)},
+        "input_scale: not taken by fp8_token",
+    ),
+    (
+        "precast.rounded_gated_activation",
+        {"x": f32(1, "T", 7), "kind": "silu", "activation": "fp8_token"},
+        "x's last dimension, halved twice",
+    ),
     ("precast.quantised_linear", {**GPTQ, "format": "int3"}, "format: expected one of fp8, .* found 'int3'"),
     ("precast.quantised_linear", {**GPTQ, "zeros": None}, "gptq: zeros is missing"),
     ("precast.quantised_linear", {**GPTQ, "block": (1, 8)}, "gptq: block is not part of the format"),
@@ -617,6 +635,7 @@ ANY_DTYPE = {("precast.gather_rows", "x"), ("precast.all_gather", "x"), ("precas
 _OVER_KEYS_AND_VALUES = ("write_kv", "rotary_write_kv", "paged_attention", "paged_block_sparse_attention")
 MAY_BE_FLOAT8 = {
     *(("precast.quantised_linear", name) for name in ("weight", "scales")),  # in some formats
+    *(("precast.rounded_linear", name) for name in ("input", "weight")),
     *((f"precast.{op}", f"{name}_cache") for op in _OVER_KEYS_AND_VALUES for name in "kv"),
     *(
         (f"precast.{op}", "cache")
@@ -647,6 +666,8 @@ ANY_RANK = {
     ("precast.gated_activation", "x"),
     ("precast.gated_linear", "input"),
     ("precast.quantised_linear", "input"),
+    ("precast.rounded_rms_norm", "x"),
+    ("precast.rounded_gated_activation", "x"),
     ("precast.fused", "x0"),
     ("precast.fused", "x1"),
     ("aten.linear.default", "input"),

@@ -1,0 +1,47 @@
+"""What computes norms and gates whose results are rounded to few bits: Triton on GPUs, else the definitions."""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, mul, numel
+from precast.kernels.gated_activation import records as gates
+from precast.kernels.records import Condition, Launches, Record, reference
+from precast.kernels.rms_norm import records as norms
+from precast.kernels.rounded import launches
+from precast.kernels.rows import HAS_SHORT_ROWS, in_triton
+from precast.kernels.use import Use, width
+
+_FLOAT8 = (8, 9)
+"""The compute capability from which on there are instructions for it."""
+
+
+def _has_float8(use: Use) -> bool:
+    return use.target.capability >= _FLOAT8 or use.constant("activation") == "int8_token"
+
+
+def _triton(op: str, runs: Launches, *computed: str) -> Record:
+    conditions = HAS_SHORT_ROWS, Condition("compute capability 8.9 or higher for float8", _has_float8)
+    return in_triton(f"precast.{op}", runs, ("x", *computed), *conditions)
+
+
+def _rounding(use: Use) -> Expr:
+    """The result before it is rounded, in its type and in float32, its magnitudes, quotients, and these bounded."""
+    return mul(width(use.operands["x"]) + 4 * 5, numel(use.result.shape))
+
+
+def _norm(use: Use) -> Expr:
+    return add(norms.rms_norm_workspace(use), _rounding(use))
+
+
+def _gate(use: Use) -> Expr:
+    return add(gates.gated_activation_workspace(use), _rounding(use))
+
+
+RECORDS = (
+    _triton("rounded_rms_norm", launches.rounded_norm, "weight"),
+    reference("precast.rounded_rms_norm", "rounded.rounded", _norm),
+    _triton("rounded_residual_rms_norm", launches.rounded_norm, "weight"),
+    reference("precast.rounded_residual_rms_norm", "rounded.rounded", _norm),
+    _triton("rounded_gated_activation", launches.rounded_gate),
+    reference("precast.rounded_gated_activation", "rounded.rounded", _gate),
+)

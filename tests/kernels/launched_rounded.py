@@ -1,0 +1,142 @@
+"""Norms and gates that round what they make, and the linear layers behind them, in Triton, against their definitions:
+in Triton's interpreter and on GPUs. `test_triton.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_samples import quantised
+from op_samples.draw import Draw, Sample
+from op_samples.table import samples_of
+
+from precast.ir.ops.rows_rounded import ROUNDINGS
+from precast.kernels import registry
+from precast.kernels.choices import fitting, records_of
+from precast.kernels.launch import Launched, as_function, use_of_tensors
+from precast.kernels.quantised_linear import float8
+from precast.kernels.quantised_linear.quantised_linear import few_bits, from_few_bits
+from precast.kernels.records import Pointer
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+DTYPES = [torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+SPECS = {spec.name.removeprefix("precast."): spec for spec in registry.specs()}
+MAKERS = ("rounded_rms_norm", "rounded_residual_rms_norm", "rounded_gated_activation")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_rounding = pytest.mark.parametrize("activation", ROUNDINGS)
+
+
+def launched(op: str) -> Callable[..., Any]:
+    """The op's record of Triton's."""
+    (record,) = (each for each in records_of(f"precast.{op}", 1) if each.name == f"triton.{op}")
+    return as_function(record)
+
+
+def on_cpu(sample: Sample) -> Sample:
+    return {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+
+
+def check(op: str, sample: Sample, same: Callable[..., None]) -> None:
+    """Values and scales apart, and what they mean together: next to each other in few bits, at most."""
+    found = tuple(x.cpu() for x in launched(op)(**sample))
+
+    expected = SPECS[op].reference(**on_cpu(sample))
+    same(SPECS[op], found, expected)
+    meant, wanted = (from_few_bits(values, scales, sample["activation"]) for values, scales, *_ in (found, expected))
+    step = wanted.abs() / 8 + wanted.abs().amax(-1, keepdim=True) / 100
+    assert ((meant - wanted).abs() <= 1.02 * step).all()
+    assert (meant == wanted).float().mean() > 0.9 or not meant.numel()  # ties and last bits are few
+
+
+@pytest.mark.parametrize("op", MAKERS)
+@each_dtype
+def test_samples(op: str, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    for sample in samples_of(SPECS[op], Draw(dtype, DEVICE)):
+        check(op, sample, same)
+
+
+def static(draw: Draw, activation: str) -> torch.Tensor | None:
+    return draw.uniform(1, low=0.004, high=0.008, dtype=torch.float32) if activation == "fp8_tensor" else None
+
+
+@each_rounding
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (17, 72), (3, 1), (3, 1025), (2, 4096)])
+@each_dtype
+def test_rows_anywhere(rows: int, width: int, activation: str, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    draw = Draw(dtype, DEVICE)
+    more = {"input_scale": static(draw, activation), "activation": activation}
+    rule = {"weight": draw.normal(width), "eps": 1e-5, "cast_before_scale": True}
+    x = draw.normal(rows, 2 * width + 5)[:, 3 : 3 + width]
+    check("rounded_rms_norm", {"x": x, **rule, **more}, same)
+    check("rounded_residual_rms_norm", {"x": x, "residual": draw.normal(width, rows).t(), **rule, **more}, same)
+    check("rounded_gated_activation", {"x": draw.normal(2 * width, rows).t(), "kind": "silu", **more}, same)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 33, 130, 257])
+@pytest.mark.parametrize(
+    ("activation", "weight"),
+    [
+        ("fp8_token", "rows"), ("fp8_tensor", "all"), ("fp8_tensor", "rows"), ("fp8_group", "blocks"),
+        ("int8_token", "int8"),
+    ],
+)  # fmt: skip
+@each_dtype
+def test_layers_are_those_that_round_themselves(rows: int, activation: str, weight: str, dtype: torch.dtype) -> None:
+    """Bit for bit: the same launches but the first."""
+    draw = Draw(dtype, DEVICE)
+    block = {"rows": (1, 256), "all": (70, 256), "blocks": (128, 128), "int8": (1, 256)}[weight]
+    made = (quantised.int8 if weight == "int8" else quantised.fp8)(draw, 70, 256, block)
+    scale, bias, x = static(draw, activation), draw.normal(70), draw.normal(1, rows, 256)
+    own = quantised.call(x, made, input_scale=scale, activation=activation, bias=bias)
+    values, scales = (part.contiguous() for part in few_bits(x.float(), activation, scale))
+    given = {
+        "input": values, "input_scales": scales.clone(), **made, "input_scale": scale, "bias": bias, "dtype": dtype,
+        "activation": activation,
+    }  # fmt: skip
+
+    def by_triton(op: str, sample: Sample) -> torch.Tensor:
+        use = use_of_tensors(f"precast.{op}", 1, sample)
+        record = next(record for record in fitting(use, {"T": rows}) if record.kind == "triton")
+        found: torch.Tensor = as_function(record)(**sample)
+        return found
+
+    assert torch.equal(by_triton("rounded_linear", given), by_triton("quantised_linear", own))
+
+
+@pytest.mark.parametrize("rows", [3, 4, 18])
+@pytest.mark.parametrize(("activation", "block"), [("fp8_token", (208, 1536)), ("fp8_group", (128, 128))])
+def test_scales_lie_as_cublaslt_wants_them(activation: str, block: tuple[int, int], rows: int) -> None:
+    """As what rounds the input lays them."""
+    draw = Draw(torch.float16, DEVICE)
+    x, weight = draw.normal(1, rows, 1536), quantised.fp8(draw, 208, 1536, block)
+    values, scales = (part.contiguous() for part in few_bits(x.float(), activation))
+    own = quantised.call(x, weight, activation=activation)
+    given = {
+        "input": values, "input_scales": scales.clone(), **weight, "input_scale": None, "bias": None,
+        "dtype": torch.float16, "activation": activation,
+    }  # fmt: skip
+
+    def laid(op: str, sample: Sample) -> list[torch.Tensor]:
+        """The scales that the product is given: of the weight, and of the input."""
+        use = use_of_tensors(f"precast.{op}", 1, sample)
+        first, product = float8.launches(use)
+        memory = torch.full((int(float8.workspace(use)),), 0x7F, dtype=torch.uint8, device=DEVICE)
+        args = tuple(
+            arg._replace(tensor="out.0") if isinstance(arg, Pointer) and arg.tensor == "workspace" else arg
+            for arg in first.args
+        )
+        Launched([first._replace(args=args)])(**{k: v for k, v in sample.items() if v is not None}, out=memory)
+        counts = 208, 12 * -(-rows // 4) * 4 if activation == "fp8_group" else rows
+        return [
+            memory[arg.offset :].view(torch.float32)[:count] if arg.tensor == "workspace"
+            else sample[arg.tensor].flatten()[:count]
+            for arg, count in zip(product.args[4:6], counts, strict=True) if isinstance(arg, Pointer)
+        ]  # fmt: skip
+
+    for found, expected in zip(laid("rounded_linear", given), laid("quantised_linear", own), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,113 @@
+"""Where norms and gates round the inputs of layers behind them, and the kernels that do, as they are compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from graph_text import parse_graph
+
+from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.text import format_graph
+from precast.ir.verify import verifier
+from precast.kernels.choices import cases
+from precast.kernels.rounded.fusing import with_rounded_inputs
+from precast.kernels.use import GPU, Target, types_in, use_of
+
+GRAPH = """
+symbols { T: 1.. }
+inputs { %x: bfloat16[1, T, 256] }
+params {
+  %n: bfloat16[256] = cast(read("n", [256]), bfloat16)
+  %w: float8_e4m3fn[512, 256] = read("w", [512, 256], float8_e4m3fn)
+  %s: float32[512, 1] = read("s", [512, 1], float32)
+  %i: float32[1] = read("i", [1], float32)
+  %j: float32[1] = read("j", [1], float32)
+}
+main {
+  BODY
+}
+"""
+NORM = "%y = precast.rms_norm(x=%x, weight=%n, eps=1e-05, cast_before_scale=true)\n"
+LAYER = '%{} = precast.quantised_linear(input=%{}, weight=%w, scales=%s, format="fp8", block=[1, 256], {})\n'
+TOKEN, GROUP = 'activation="fp8_token"', 'activation="fp8_group"'
+STATIC, OTHER = 'activation="fp8_tensor", input_scale=%i', 'activation="fp8_tensor", input_scale=%j'
+GATE = '%g = precast.gated_activation(x=%p, kind="silu")\n'
+
+
+def graph_of(*lines: str) -> Graph:
+    return parse_graph(GRAPH.replace("BODY", "".join(lines)))
+
+
+def ops(graph: Graph) -> list[str]:
+    return [step.op.removeprefix("precast.") for step in graph.main if isinstance(step, Node)]
+
+
+@pytest.mark.parametrize("rounding", [TOKEN, STATIC])
+def test_a_norm_and_a_gate_round_for_the_layers_behind_them(rounding: str) -> None:
+    layers = LAYER.format("p", "y", rounding), LAYER.format("q", "y", rounding), GATE, LAYER.format("r", "g", rounding)
+    graph = graph_of(NORM, *layers, "return p=%p, q=%q, r=%r")
+
+    made = with_rounded_inputs(graph, GPU)
+
+    verifier.check(made)
+    first = ["rounded_rms_norm", "rounded_linear", "rounded_linear", "rounded_gated_activation", "rounded_linear"]
+    assert ops(made) == first
+    assert with_rounded_inputs(made, GPU) is made
+    assert parse_graph(format_graph(made)) == made
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (NORM, LAYER.format("p", "y", TOKEN), "return p=%p, y=%y"),
+        (NORM, LAYER.format("p", "y", TOKEN), LAYER.format("q", "y", STATIC), "return p=%p, q=%q"),
+        (NORM, LAYER.format("p", "y", STATIC), LAYER.format("q", "y", OTHER), "return p=%p, q=%q"),
+        (NORM, LAYER.format("p", "y", 'activation="none"'), "return p=%p"),
+        (NORM, LAYER.format("p", "y", TOKEN), "%z = aten.relu.default(self=%y)\n", "return p=%p, z=%z"),
+        (NORM, "%z = aten.relu.default(self=%y)\n", "return z=%z"),
+        (LAYER.format("p", "x", TOKEN), "return p=%p"),
+    ],
+    ids=["returned", "two ways", "two scales", "not rounded", "another op", "no layer", "no norm"],
+)
+def test_what_something_else_takes_stays(lines: tuple[str, ...]) -> None:
+    graph = graph_of(*lines)
+
+    assert with_rounded_inputs(graph, GPU) is graph
+
+
+@pytest.mark.parametrize("target", [Target("cpu"), Target("cuda", (8, 0))])
+def test_where_no_kernel_rounds_nothing_changes(target: Target) -> None:
+    graph = graph_of(NORM, LAYER.format("p", "y", TOKEN), "return p=%p")
+
+    assert with_rounded_inputs(graph, target) is graph
+
+
+def test_a_scale_that_an_op_makes_stays_behind_it() -> None:
+    graph = graph_of(
+        NORM, "%k = aten.abs.default(self=%i)\n", LAYER.format("p", "y", STATIC.replace("%i", "%k")), "return p=%p"
+    )
+
+    assert with_rounded_inputs(graph, GPU) is graph
+
+
+@pytest.mark.parametrize("rounding", [TOKEN, STATIC])
+def test_kernels_compile_for_hopper(rounding: str, tmp_path: Path) -> None:
+    """Without spilling registers to memory."""
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+    from compiled_launches import compiled, stack_bytes
+
+    layers = LAYER.format("p", "y", rounding), GATE, LAYER.format("r", "g", rounding)
+    graph = with_rounded_inputs(graph_of(NORM, *layers, "return r=%r"), GPU)
+    found = set()
+    for step in graph.main:
+        assert isinstance(step, Node)
+        use = use_of(step, types_in(graph), GPU, {"n", "w", "s", "i"})
+        types = {name: each.type for name, each in use.operands.items()}
+        types |= {f"out.{i}": value.type for i, value in enumerate(step.outputs)}
+        for case in cases(use):
+            if case.choice.record.kind == "triton":
+                for launch in case.choice.record.runs(use):  # type: ignore[operator]
+                    assert stack_bytes(compiled(launch, types), tmp_path) == 0
+                    found.add(launch.kernel.partition(":")[2])
+    assert found == {"rounded_norm_kernel", "rounded_gate_kernel", "product_kernel"}
