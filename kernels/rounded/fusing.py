@@ -47,7 +47,7 @@ def _fused(function: Graph | Block, steps: Sequence[Node | Call], target: Target
         for name in references(step.args) if isinstance(step, Node) else step.args.values():
             takers.setdefault(name, []).append(step)
     names = {*types, *takers}
-    replaced: dict[int, Node] = {}
+    replaced: dict[int, Node | Call] = {}
     for step in steps:
         if not isinstance(step, Node) or step.op not in _MAKERS or step.outputs[0].name in returned:
             continue
