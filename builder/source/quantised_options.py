@@ -166,8 +166,9 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in found:
             raise refuse("modelopt", _described_group(str(name), group), where)
-    if entries.get("group_size") is not None and algorithm == "FP8":
-        raise refuse("modelopt", f"group_size = {entries['group_size']!r} and quant_algo = 'FP8'", where)
+    size = entries.get("group_size")
+    if size is not None and algorithm in _MODELOPT and size != _MODELOPT[algorithm][1]:
+        raise refuse("modelopt", f"group_size = {size!r} and quant_algo = {algorithm!r}", where)
 
 
 def _modelopt_weights(weights: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -176,12 +177,13 @@ def _modelopt_weights(weights: Mapping[str, Any]) -> tuple[Any, Any] | None:
     return (weights.get("num_bits"), weights.get("group_size") or None) if is_float else None
 
 
-_MODELOPT = {"FP8": (8, None), "NVFP4": (4, 16), "W4A16_NVFP4": (4, 16)}
+_MODELOPT = {"FP8": (8, None), "MXFP8": (8, 32), "NVFP4": (4, 16), "W4A16_NVFP4": (4, 16)}
 """The formats of ModelOpt that are known: the bits of a value, and how many of a row share a scale; None: all."""
 
 
 def stored_as(group: Any, format: str | None) -> str | None:
-    """What compressed-tensors makes of the weights of a group of layers: fp8, int8, packed4, packed8, nvfp4 or mxfp4.
+    """What compressed-tensors makes of the weights of a group of layers: fp8, mxfp8, int8, packed4, packed8, nvfp4 or
+    mxfp4.
 
     `format` is what the config says of groups that name no format of their own. None: it isn't known.
     """
@@ -198,6 +200,8 @@ def stored_as(group: Any, format: str | None) -> str | None:
     if kind == (8, "float") and symmetric and format in ("float-quantized", "naive-quantized"):
         block = weights.get("block_structure")
         return "fp8" if strategy in ("tensor", "channel") or (strategy == "block" and block and _block(block)) else None
+    if kind == (8, "float") and symmetric and format == "mxfp8-quantized":
+        return "mxfp8" if in_groups and size == 32 else None
     if kind == (8, "int") and format in ("int-quantized", "naive-quantized"):
         return "int8" if strategy in ("tensor", "channel") or in_groups else None
     if kind in ((4, "int"), (8, "int")) and format == "pack-quantized":
@@ -323,17 +327,21 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "modules_to_convert": _one_of(None), "scale_fmt": _one_of(None, "float", "ue8m0"),
         "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"), "expert_dtype": _one_of(None, "fp8", "fp4"),
     },
+    "mxfp8": {
+        "weight_block_size": _one_of(None, [1, 32]), "modules_to_not_convert": _names, "ignored_layers": _names,
+        "scale_fmt": _one_of(None, "ue8m0"), "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"),
+    },
     "fbgemm_fp8": {"modules_to_not_convert": _names},
     "compressed-tensors": {
         "config_groups": _groups, "ignore": _names, "format": _one_of(
             "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
-            "mxfp4-pack-quantized", "mixed-precision",
+            "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
         ),
         "sparsity_config": _NO_SPARSITY, "transform_config": _only_weights,
     },
     "modelopt": {
         "quant_algo": _one_of(*_MODELOPT, "MIXED_PRECISION", None), "ignore": _names, "exclude_modules": _names,
-        "config_groups": _groups, "group_size": _one_of(None, 16), "quantized_layers": _modelopt_layers,
+        "config_groups": _groups, "group_size": _one_of(None, 16, 32), "quantized_layers": _modelopt_layers,
     },
     "mxfp4": {"modules_to_not_convert": _names},
     "awq": {

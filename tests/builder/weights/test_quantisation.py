@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -427,6 +428,32 @@ def test_compressed_nvfp4(model_type: str, tmp_path: Path) -> None:
     check(config, groups("nvfp4-pack-quantized", weights), projections(stored), tmp_path)
 
 
+EIGHT = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+
+
+def test_mxfp8_of_whole_groups_alone() -> None:
+    config = config_of("llama", intermediate_size=48)
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(BuildError, match=r"down_proj\.weight: 48 inputs in groups of 32"):
+        ModelCheckpoint(meta, groups("mxfp8-quantized", EIGHT)).recipes(meta.state_dict())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt", "mxfp8"])
+def test_mxfp8(method: str, model_type: str, tmp_path: Path) -> None:
+    entries = {
+        "compressed-tensors": groups("mxfp8-quantized", EIGHT),
+        "modelopt": MODELOPT | {"quant_algo": "MXFP8", "exclude_modules": ["lm_head", "*.gate"]},
+        "mxfp8": {"quant_method": "mxfp8", "ignored_layers": ["lm_head", "gate"], "activation_scheme": "dynamic"},
+    }[method]
+    suffix = "_scale_inv" if method == "mxfp8" else "_scale"
+    config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
+
+    check(config, entries, projections(functools.partial(quantised.mxfp8, suffix=suffix)), tmp_path)
+
+
 def test_compressed_mxfp4(tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
@@ -575,6 +602,10 @@ def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "no list of the modules"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "group_size": 32}, "group_size = 32"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [], "group_size": 16}, "group_size = 16"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": [], "group_size": 16}, "group_size = 16"),
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, r"weight_block_size = \[128, 128\]"),
+        (groups("mxfp8-quantized", EIGHT | {"group_size": 16}), "group_size = 16, format = 'mxfp8-quantized'"),
+        (groups("mxfp8-quantized", EIGHT | {"symmetric": False}), "symmetric = False"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []}, "and 0 quantized_layers"),
         (
             {
