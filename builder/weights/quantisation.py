@@ -135,9 +135,12 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     suffix = "_scale_inv" if "weight_block_size" in options.entries else "_scale"
     skipped = options.get("modules_to_not_convert", options.get("ignored_layers", None))
     beside, is_fp4 = model.config.model_type in _SCALES_BESIDE, options.get("expert_dtype", None) == "fp4"
+    is_nvfp4 = _listed_experts(model, options)
 
     def recipe(weight: Weight) -> Recipe:
         name = weight.stem + ".scale" if beside else weight.name + suffix
+        if is_nvfp4(weight):
+            return _nvfp4(weight, "", "_scale_2", ())
         if is_fp4 and weight.module.endswith(".experts"):
             return _fp4(weight, name)
         return _scaled(weight, _per_tensor(weight, name) if tile is None else _per_tile(weight, name, tuple(tile)))
@@ -153,6 +156,19 @@ _UNUSED_SCALES = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale
 
 _SCALES_BESIDE = frozenset({"deepseek_v4"})
 """Model types whose publishers call a weight's scales `<layer>.scale`, as what writes their checkpoints does."""
+
+
+def _listed_experts(model: PreTrainedModel, options: Quantised) -> Callable[[Weight], bool]:
+    """Which weights are of experts that ModelOpt made NVFP4; it may name them without the model's prefix, as
+    DeepSeek-V4's publishers do."""
+    layers, prefix, names = options.get("quantized_layers", None) or {}, f"{model.base_model_prefix}.", _names(model)
+
+    def called(*found: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part for name in names(*found) for part in (name, name.removeprefix(prefix))))
+
+    if layers:
+        _check_names(model, called, list(layers))
+    return lambda weight: any(part in layers for name in called(weight.module, weight.stem) for part in _outer(name))
 
 
 def _fp4(weight: Weight, scales: str) -> Recipe:

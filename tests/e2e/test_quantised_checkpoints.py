@@ -185,17 +185,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     return maker(CASES, tmp_path_factory, activations="none")
 
 
-def test_experts_of_four_bits_beside_fp8_in_blocks(tmp_path: Path) -> None:
-    """DeepSeek-V4, whose checkpoints call scales `<layer>.scale`."""
+NVFP4_EXPERTS = {
+    "moe_quant_algo": "NVFP4", "quant_algo": "MIXED_PRECISION", "group_size": 16, "ignore": ["*.attn.*", "head"],
+    "quantized_layers": {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(9)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_experts_of_four_bits_beside_fp8_in_blocks(format: str, tmp_path: Path) -> None:
+    """DeepSeek-V4, whose checkpoints call scales `<layer>.scale`; ModelOpt makes the experts NVFP4, and leaves the
+    rest as it is."""
 
     def quantise(name: str, weight: torch.Tensor) -> quantised.Stored:
         if ".ffn.experts." in name:
-            return quantised.fp4_e8m0(name, weight)
+            return {"mxfp4": quantised.fp4_e8m0, "nvfp4": quantised.nvfp4}[format](name, weight)
         made, dense = quantised.float8_e8m0(name, weight, (16, 16))
         return {name: made[name], name.removesuffix("weight") + "scale": made[name + "_scale_inv"]}, dense
 
     which = r".*\.layers\..*(attn\.w\w+|indexer\.wq_b|experts\..*)\.weight"
-    case = Case("deepseek_v4", UE8M0 | {"weight_block_size": [16, 16], "expert_dtype": "fp4"}, quantise, which=which)
+    entries = UE8M0 | {"weight_block_size": [16, 16], "expert_dtype": "fp4"}
+    case = Case("deepseek_v4", entries | (NVFP4_EXPERTS if format == "nvfp4" else {}), quantise, which=which)
     plain, stored = write(case, tmp_path)
     bundle = precast.build(stored, tmp_path / "kept", dtype="float32", activations="none")
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
@@ -206,7 +215,7 @@ def test_experts_of_four_bits_beside_fp8_in_blocks(tmp_path: Path) -> None:
     nodes = [node for block in bundle.graph.blocks for node in block.nodes] + list(bundle.graph.main)
     kept = [node for node in nodes if isinstance(node, Node) and node.op == "precast.quantised_experts"]
     assert kept
-    assert {node.args["format"] for node in kept} == {Const("mxfp4")}
+    assert {node.args["format"] for node in kept} == {Const(format)}
 
 
 @pytest.mark.parametrize("case", CASES)
