@@ -247,10 +247,10 @@ def _mxfp8(model: PreTrainedModel, options: Quantised) -> Scheme:
 
 def _per_group_of_32(weight: Weight, suffix: str = "_scale") -> Recipe:
     """MXFP8: 32 neighbours of a row have an exponent."""
-    if weight.shape[-1] % MX_BLOCK:
-        raise refuse("MXFP8", f"{weight.name}: {weight.shape[-1]} inputs in groups of {MX_BLOCK}")
-    *outer, rows, columns = weight.shape
-    scales = Read(weight.name + suffix, (*outer, rows, columns // MX_BLOCK), "float8_e8m0fnu")
+    rows, columns = weight.shape
+    if columns % MX_BLOCK:
+        raise refuse("MXFP8", f"{weight.name}: {columns} inputs in groups of {MX_BLOCK}")
+    scales = Read(weight.name + suffix, (rows, columns // MX_BLOCK), "float8_e8m0fnu")
     return _scaled(weight, _Scales(scales, (1, MX_BLOCK)))
 
 
