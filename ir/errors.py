@@ -85,6 +85,7 @@ CODES: dict[str, str] = {
     "compile-failed": "a kernel doesn't compile for a target",
     "command-failed": "a command that was to be measured gave no output",
     "dependency-missing": "an optional dependency is not installed",
+    "dependency-unsupported": "a dependency is installed in a version that is not supported",
     # --- weights ----------------------------------------------------------------------------------------------
     "checkpoint-missing": "there is no checkpoint at the path",
     "checkpoint-format": "the checkpoint is in a format other than safetensors",

@@ -34,6 +34,8 @@ class _Stored(NamedTuple):
 
     @property
     def dtype(self) -> Dtype:
+        if self.read.dtype == "float8_e8m0fnu":
+            return "uint8"  # as most checkpoints store exponents
         return self.read.dtype or _ANY_FLOAT
 
     @property

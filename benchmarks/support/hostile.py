@@ -269,7 +269,7 @@ BUNDLES: dict[str, Callable[[Path], Path]] = {
     "2^40 matrices": lambda path: write(path, matrices(2**40)),
     "16,384 params": lambda path: write(path, params(16_384)),
     "16,384 nodes": lambda path: write(path, chain(16_382)),
-    "127 calls of 128 nodes": lambda path: write(path, calls(127, 128)),
+    "255 calls of 128 nodes": lambda path: write(path, calls(255, 128)),
     "8,000 calls that join 60,000 values": lambda path: write(path, joined_calls(8_000, 60_000)),
     "1,000 calls that join 100 values": lambda path: write(path, joined_calls(1_000, 100)),
     "a call of 6,500 values": lambda path: write(path, wide_call(6_500)),

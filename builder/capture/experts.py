@@ -162,7 +162,8 @@ def _experts(
             f"{type(module).__name__} takes {hidden_states.dim()} dimensions, expected tokens and their elements",
         )
     function = module._apply_gate if module.has_gate else module.act_fn
-    norm = module.post_expert_norm if module.has_post_expert_norm else None
+    # transformers 5.17 knows no norm after experts.
+    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     gate = None if norm is not None else find_gate(function, gated=module.has_gate)
     interleaved = gate is not None and gate.interleaved
     up = _weight(module, "gate_up_proj" if module.has_gate else "up_proj", interleaved=interleaved)

@@ -72,11 +72,11 @@ def _only_needed(config: PreTrainedConfig) -> contextlib.AbstractContextManager[
     made = AutoModel.from_config
     decoder = type(config.get_text_config())
 
-    def from_config(part: PreTrainedConfig, **options: Any) -> torch.nn.Module:
+    def from_config(config: PreTrainedConfig, **options: Any) -> torch.nn.Module:
         try:
-            return made(part, **options)
+            return made(config, **options)
         except ImportError:
-            if isinstance(part, decoder):
+            if isinstance(config, decoder):
                 raise
             return Unmade()
 

@@ -81,9 +81,10 @@ _KV = frozenset(("kv_cache_quant_algo", "kv_cache_scheme"))
 
 
 def _algorithm(entries: Mapping[str, Any]) -> str | None:
-    """What ModelOpt calls a method; of other methods, their name."""
+    """What ModelOpt calls a method; of other methods, of which it made no part, their name."""
     method = entries.get("quant_method")
-    return entries.get("quant_algo") if method == "modelopt" else str(getattr(method, "value", method))
+    is_modelopts = method == "modelopt" or "moe_quant_algo" in entries
+    return entries.get("quant_algo") if is_modelopts else str(getattr(method, "value", method))
 
 
 def kv_dtype_of(entries: Mapping[str, Any] | None) -> tuple[Dtype | None, str | None]:
@@ -142,6 +143,8 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             raise refuse(method, _described(str(name), value), where)
     if method == "modelopt":
         _check_modelopt(entries, where)
+    if method == "fp8":
+        _check_mixed(entries, where)
     if method == "mlx" and not {"group_size", "bits"} <= set(entries):
         raise refuse(method, "no group_size, or no bits", where)
     if method == "compressed-tensors":
@@ -166,8 +169,28 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in found:
             raise refuse("modelopt", _described_group(str(name), group), where)
-    if entries.get("group_size") is not None and algorithm == "FP8":
-        raise refuse("modelopt", f"group_size = {entries['group_size']!r} and quant_algo = 'FP8'", where)
+    size = entries.get("group_size")
+    if size is not None and algorithm in _MODELOPT and size != _MODELOPT[algorithm][1]:
+        raise refuse("modelopt", f"group_size = {size!r} and quant_algo = {algorithm!r}", where)
+
+
+def _check_mixed(entries: Mapping[str, Any], where: str | None) -> None:
+    """FP8 of which ModelOpt made the experts NVFP4: what it says of layers must be said of experts alone."""
+    said = sorted(_MODELOPTS & set(entries))
+    if "moe_quant_algo" not in entries:
+        if said:
+            raise refuse("fp8", _described(said[0], entries[said[0]]), where)
+        return
+    layers = entries.get("quantized_layers")
+    if entries.get("quant_algo") != "MIXED_PRECISION" or not layers:
+        raise refuse("fp8", "moe_quant_algo, and no quantized_layers of MIXED_PRECISION", where)
+    for name, layer in layers.items():
+        if not name.endswith(".experts") or layer["quant_algo"] != entries["moe_quant_algo"]:
+            raise refuse("fp8", f"quantized_layers.{_described(name, layer)}", where)
+
+
+_MODELOPTS = frozenset(("quant_algo", "quantized_layers", "config_groups", "ignore", "group_size"))
+"""What ModelOpt says in a config of `fp8` whose experts it made NVFP4."""
 
 
 def _modelopt_weights(weights: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -176,12 +199,13 @@ def _modelopt_weights(weights: Mapping[str, Any]) -> tuple[Any, Any] | None:
     return (weights.get("num_bits"), weights.get("group_size") or None) if is_float else None
 
 
-_MODELOPT = {"FP8": (8, None), "NVFP4": (4, 16), "W4A16_NVFP4": (4, 16)}
+_MODELOPT = {"FP8": (8, None), "MXFP8": (8, 32), "NVFP4": (4, 16), "W4A16_NVFP4": (4, 16)}
 """The formats of ModelOpt that are known: the bits of a value, and how many of a row share a scale; None: all."""
 
 
 def stored_as(group: Any, format: str | None) -> str | None:
-    """What compressed-tensors makes of the weights of a group of layers: fp8, int8, packed4, packed8, nvfp4 or mxfp4.
+    """What compressed-tensors makes of the weights of a group of layers: fp8, mxfp8, int8, packed4, packed8, nvfp4 or
+    mxfp4.
 
     `format` is what the config says of groups that name no format of their own. None: it isn't known.
     """
@@ -198,6 +222,8 @@ def stored_as(group: Any, format: str | None) -> str | None:
     if kind == (8, "float") and symmetric and format in ("float-quantized", "naive-quantized"):
         block = weights.get("block_structure")
         return "fp8" if strategy in ("tensor", "channel") or (strategy == "block" and block and _block(block)) else None
+    if kind == (8, "float") and symmetric and format == "mxfp8-quantized":
+        return "mxfp8" if in_groups and size == 32 else None
     if kind == (8, "int") and format in ("int-quantized", "naive-quantized"):
         return "int8" if strategy in ("tensor", "channel") or in_groups else None
     if kind in ((4, "int"), (8, "int")) and format == "pack-quantized":
@@ -322,18 +348,24 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "weight_block_size": _block, "modules_to_not_convert": _names, "ignored_layers": _names,
         "modules_to_convert": _one_of(None), "scale_fmt": _one_of(None, "float", "ue8m0"),
         "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"), "expert_dtype": _one_of(None, "fp8", "fp4"),
+        "moe_quant_algo": _one_of("NVFP4"), "quant_algo": _one_of("MIXED_PRECISION"), "ignore": _names,
+        "config_groups": _groups, "group_size": _one_of(None, 16), "quantized_layers": _modelopt_layers,
+    },
+    "mxfp8": {
+        "weight_block_size": _one_of(None, [1, 32]), "modules_to_not_convert": _names, "ignored_layers": _names,
+        "scale_fmt": _one_of(None, "ue8m0"), "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"),
     },
     "fbgemm_fp8": {"modules_to_not_convert": _names},
     "compressed-tensors": {
         "config_groups": _groups, "ignore": _names, "format": _one_of(
             "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
-            "mxfp4-pack-quantized", "mixed-precision",
+            "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
         ),
         "sparsity_config": _NO_SPARSITY, "transform_config": _only_weights,
     },
     "modelopt": {
         "quant_algo": _one_of(*_MODELOPT, "MIXED_PRECISION", None), "ignore": _names, "exclude_modules": _names,
-        "config_groups": _groups, "group_size": _one_of(None, 16), "quantized_layers": _modelopt_layers,
+        "config_groups": _groups, "group_size": _one_of(None, 16, 32), "quantized_layers": _modelopt_layers,
     },
     "mxfp4": {"modules_to_not_convert": _names},
     "awq": {

@@ -86,7 +86,9 @@ def saved_name(model: PreTrainedModel, name: str) -> str:
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     reverse = [each.reverse_transform() for each in transforms[::-1] if not isinstance(each, loading.PrefixChange)]
     renamings = [each for each in reverse if isinstance(each, loading.WeightRenaming)]
-    return _published(model, loading.apply_renamings(name, renamings))
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return _published(model, name)
 
 
 def other_prefixes(model: PreTrainedModel) -> dict[str, str]:

@@ -438,7 +438,7 @@ def stored(whole: Kept, name: str, scales: Dtype = "float32") -> Stored:
         if part_name == "groups":
             recipe = compact.reshaped(recipe, (*whole.shape[:-2], whole.shape[-1 if whole.format in PACKED else -2]))
         dtype = recipes.dtype(recipe)
-        if dtype is None:
+        if dtype is None or dtype == "float8_e8m0fnu":
             dtype = scales if part_name == "scales" and whole.format in _IN_GROUPS else "float32"
             recipe = Cast(recipe, dtype)
         own = name if part_name == "of" else f"{name}.{part_name}"

@@ -21,9 +21,9 @@ from transformers.quantizers.base import HfQuantizer
 from precast.builder.graph.rounding import NONE, Rounding
 from precast.builder.source.quantised_options import Quantised, check_options, refuse, stored_as
 from precast.builder.weights.conversions import other_prefixes, saved_tensors
-from precast.builder.weights.rounding import of_compressed_tensors, of_fbgemm, of_fp8, of_modelopt
+from precast.builder.weights.rounding import EXPONENTS, of_compressed_tensors, of_fbgemm, of_fp8, of_modelopt
 from precast.ir.graph.schema import Concat, Dequantise, Each, Read, Recipe, Reshape, Transpose
-from precast.ir.weights.quantised import NVFP4_BLOCK, PACKED
+from precast.ir.weights.quantised import MX_BLOCK, NVFP4_BLOCK, PACKED
 from precast.ir.weights.recipes import map_reads
 
 INT32 = 8
@@ -135,23 +135,40 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     suffix = "_scale_inv" if "weight_block_size" in options.entries else "_scale"
     skipped = options.get("modules_to_not_convert", options.get("ignored_layers", None))
     beside, is_fp4 = model.config.model_type in _SCALES_BESIDE, options.get("expert_dtype", None) == "fp4"
+    is_nvfp4 = _listed_experts(model, options)
 
     def recipe(weight: Weight) -> Recipe:
         name = weight.stem + ".scale" if beside else weight.name + suffix
+        if is_nvfp4(weight):
+            return _nvfp4(weight, "", "_scale_2", ())
         if is_fp4 and weight.module.endswith(".experts"):
             return _fp4(weight, name)
         return _scaled(weight, _per_tensor(weight, name) if tile is None else _per_tile(weight, name, tuple(tile)))
 
-    ignored = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
     scales = (*_KV_SCALES, "kv_scale")
     return Scheme(
-        "fp8", _chosen(model, skipped), recipe, ignored, scales,
+        "fp8", _chosen(model, skipped), recipe, _UNUSED_SCALES, scales,
         rounding=lambda weight: of_fp8(options.entries, weight.stem),
     )  # fmt: skip
 
 
+_UNUSED_SCALES = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
+
 _SCALES_BESIDE = frozenset({"deepseek_v4"})
 """Model types whose publishers call a weight's scales `<layer>.scale`, as what writes their checkpoints does."""
+
+
+def _listed_experts(model: PreTrainedModel, options: Quantised) -> Callable[[Weight], bool]:
+    """Which weights are of experts that ModelOpt made NVFP4; it may name them without the model's prefix, as
+    DeepSeek-V4's publishers do."""
+    layers, prefix, names = options.get("quantized_layers", None) or {}, f"{model.base_model_prefix}.", _names(model)
+
+    def called(*found: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part for name in names(*found) for part in (name, name.removeprefix(prefix))))
+
+    if layers:
+        _check_names(model, called, list(layers))
+    return lambda weight: any(part in layers for name in called(weight.module, weight.stem) for part in _outer(name))
 
 
 def _fp4(weight: Weight, scales: str) -> Recipe:
@@ -218,6 +235,25 @@ def _per_tile(weight: Weight, name: str, tile: tuple[int, int]) -> _Scales:
     return _Scales(Read(name, (*outer, -(-rows // tile[0]), -(-columns // tile[1]))), tile)
 
 
+def _mxfp8(model: PreTrainedModel, options: Quantised) -> Scheme:
+    """MiniMax's and SGLang's `mxfp8`, which names layers and scales as `fp8` with blocks does."""
+    chosen = _chosen(model, options.get("modules_to_not_convert", options.get("ignored_layers", None)))
+
+    def recipe(weight: Weight) -> Recipe:
+        return _one_by_one(model, weight, options.method, lambda each: _per_group_of_32(each, "_scale_inv"))
+
+    return Scheme("mxfp8", chosen, recipe, _UNUSED_SCALES, _KV_SCALES, rounding=lambda _: EXPONENTS)
+
+
+def _per_group_of_32(weight: Weight, suffix: str = "_scale") -> Recipe:
+    """MXFP8: 32 neighbours of a row have an exponent."""
+    rows, columns = weight.shape
+    if columns % MX_BLOCK:
+        raise refuse("MXFP8", f"{weight.name}: {columns} inputs in groups of {MX_BLOCK}")
+    scales = Read(weight.name + suffix, (rows, columns // MX_BLOCK), "float8_e8m0fnu")
+    return _scaled(weight, _Scales(scales, (1, MX_BLOCK)))
+
+
 def _compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
     groups = list(options.get("config_groups", {}).values())
     ignore = list(options.get("ignore", None) or ())
@@ -258,6 +294,8 @@ def _compressed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
         return _nvfp4(weight, "_packed", "_global_scale", (1,), divided=True)
     if kind == "mxfp4":
         return _packed_mxfp4(weight)
+    if kind == "mxfp8":
+        return _per_group_of_32(weight)
     if kind in PACKED:
         return _packed(weight, args, kind)
     if strategy == "tensor":
@@ -331,8 +369,8 @@ def _matches(pattern: str, *names: str) -> bool:
 
 
 def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
-    """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor, and NVFP4; kept as they are: linear layers by
-    pattern. With `quantized_layers`, those alone are quantised, each in its format.
+    """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor, MXFP8 and NVFP4; kept as they are: linear layers
+    by pattern. With `quantized_layers`, those alone are quantised, each in its format.
     """
     kept = options.get("exclude_modules", options.get("ignore", None)) or ()
     names, layers = _names(model), options.get("quantized_layers", None)
@@ -349,12 +387,12 @@ def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
         return next((layers[part]["quant_algo"] for name in found for part in _outer(name) if part in layers), None)
 
     def recipe(weight: Weight) -> Recipe:
-        is_fp8 = algorithm(weight) == "FP8"
+        stored = algorithm(weight)
 
         def one(each: Weight) -> Recipe:
-            return (
-                _scaled(each, _per_tensor(each, each.name + "_scale")) if is_fp8 else _nvfp4(each, "", "_scale_2", ())
-            )
+            if stored == "FP8":
+                return _scaled(each, _per_tensor(each, each.name + "_scale"))
+            return _per_group_of_32(each) if stored == "MXFP8" else _nvfp4(each, "", "_scale_2", ())
 
         return _one_by_one(model, weight, options.method, one)
 
@@ -539,6 +577,7 @@ def _grouped(method: str, weight: Weight, options: Quantised) -> tuple[int, int,
 _SCHEMES: dict[str, Callable[[PreTrainedModel, Quantised], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp8": _mxfp8,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,

@@ -14,6 +14,8 @@ from precast.ir.graph.schema import Read
 
 CHOICES = ("published", "none")
 """What the option may name: rounded as the config says, or not at all."""
+EXPONENTS = Rounding(reason="scales of inputs that are powers of two are not made")
+"""Of MX formats, whose inputs are to have an exponent for each 32 neighbours."""
 GROUP = 128
 """Neighbours of a row that have a scale together in `fp8_group`."""
 FBGEMM_BOUND = 1200.0
@@ -77,6 +79,8 @@ def of_modelopt(algorithm: str | None, stem: str) -> Rounding:
     """ModelOpt's FP8 has one scale a tensor, found while it calibrated: amax / 448, stored as `input_scale`."""
     if algorithm == "FP8":
         return Rounding("fp8_tensor", Read(f"{stem}.input_scale", ()))
+    if algorithm == "MXFP8":
+        return EXPONENTS
     return Rounding(reason="inputs of 4 bits are not made") if algorithm == "NVFP4" else NONE
 
 

@@ -16,6 +16,9 @@ from typing import Literal
 import msgspec
 
 Dtype = Literal["bool", "int8", "uint8", "int32", "int64", "float8_e4m3fn", "float16", "bfloat16", "float32", "float64"]
+ReadDtype = Literal[Dtype, "float8_e8m0fnu"]
+"""The element types that a tensor of a checkpoint is read as. float8_e8m0fnu are exponents, of scales: they become
+floating-point numbers while they are read, and no value of a graph is of this type."""
 ExprOp = Literal["add", "mul", "floordiv", "mod", "min", "max", "ceildiv"]
 
 
@@ -147,11 +150,14 @@ class Block(Wire, frozen=True):
 
 
 class Read(Wire, frozen=True, tag="read", tag_field="k"):
-    """The checkpoint tensor of this name, whole, of this shape; `dtype` None: any floating type."""
+    """The checkpoint tensor of this name, whole, of this shape; `dtype` None: any floating type.
+
+    float8_e8m0fnu: exponents, which some checkpoints store as uint8.
+    """
 
     tensor: str
     shape: tuple[int, ...]
-    dtype: Dtype | None = None
+    dtype: ReadDtype | None = None
 
 
 class Slice(Wire, frozen=True, tag="slice", tag_field="k"):

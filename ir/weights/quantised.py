@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from precast.ir import limits
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Dequantise, Dtype, Expr, Quantise
+from precast.ir.graph.schema import Dequantise, Dtype, Expr, Quantise, ReadDtype
 
 PER_INT32 = 8
 """Values of four bits in an int32."""
@@ -17,6 +17,9 @@ PACKED = {"packed4": 8, "packed8": 4}
 
 NVFP4_BLOCK = 16
 """Values that share a scale in NVFP4."""
+
+MX_BLOCK = 32
+"""Values that share an exponent in the MX formats, as the OCP's specification has them."""
 
 PARTS = ("of", "scales", "zeros", "groups", "global_scale", "biases")
 """The parts of a `Dequantise`, in the order in which they are handed on; all but the first two may be absent."""
@@ -29,6 +32,8 @@ _SCALES: dict[str, tuple[Dtype | None, ...]] = {
     "mxfp4": ("uint8",), "nvfp4": ("float8_e4m3fn",), "nvfp4_divided": ("float8_e4m3fn",),
 }  # fmt: skip
 _ANY_FLOAT: tuple[Dtype | None, ...] = (None, "float32", "bfloat16", "float16")
+_EXPONENTS = frozenset({"fp8"})
+"""The formats whose scales may also be read as exponents, float8_e8m0fnu; ops take them as floating-point numbers."""
 
 _NEEDED = {
     # format: the parts beside values and scales, and the block
@@ -92,7 +97,7 @@ def shape_at_load(recipe: Quantise, of: Sequence[Expr]) -> Sizes:
     return (*of[:-2], *(symbols.ceildiv(size, each) for size, each in zip(of[-2:], recipe.block, strict=True)))
 
 
-def dtype_at_load(recipe: Quantise, of: Dtype | None) -> Dtype:
+def dtype_at_load(recipe: Quantise, of: ReadDtype | None) -> Dtype:
     """The element type of such a part. Raises RecipeError for what holds no numbers of a floating type."""
     expect(of in (*_ANY_FLOAT, "float64"), f"quantise: of {of}, expected a floating type")
     return "float8_e4m3fn" if recipe.part == "values" else "float32"
@@ -131,7 +136,7 @@ def _shape(format: str, sizes: Mapping[str, Sizes], block: Sequence[Expr] | None
     return _awq(of, scales, sizes["zeros"]) if format == "awq" else _gptq(sizes)
 
 
-def dtype(recipe: Dequantise, *parts: Dtype | None) -> Dtype:
+def dtype(recipe: Dequantise, *parts: ReadDtype | None) -> Dtype:
     """float32. Raises RecipeError for parts of other element types than the format has; `parts` as in `shape`."""
     names = (name for name in PARTS if getattr(recipe, name) is not None)
     found = dict(zip(names, parts, strict=True))
@@ -141,7 +146,9 @@ def dtype(recipe: Dequantise, *parts: Dtype | None) -> Dtype:
         f"{recipe.format}: expected values of {stored}, found {found['of'] or 'any floating type'}",
     )
     scales = found["scales"]
-    expect(scales in _SCALES.get(recipe.format, _ANY_FLOAT), f"{recipe.format}: scales of {scales}")
+    are_exponents = scales == "float8_e8m0fnu" and recipe.format in _EXPONENTS
+    fits = are_exponents or scales in _SCALES.get(recipe.format, _ANY_FLOAT)
+    expect(fits, f"{recipe.format}: scales of {scales}")
     whole = found.get("global_scale", "float32")
     expect(whole in _ANY_FLOAT, f"{recipe.format}: a global scale of {whole}")
     biases = found.get("biases", "float32")

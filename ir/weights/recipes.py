@@ -26,6 +26,12 @@ ANY_FLOAT: tuple[StoredDtype, ...] = ("float64", "float32", "float16", "bfloat16
 BYTES: tuple[StoredDtype, ...] = ("uint8", "int8", "F8_E8M0")
 """Those that a `Read` of uint8 accepts: their bytes are what is read. Values of four bits, two in a byte, are stored as
 int8 by some, and exponents as float8_e8m0fnu."""
+EXPONENTS: tuple[StoredDtype, ...] = ("F8_E8M0", "uint8")
+"""Those that a `Read` of float8_e8m0fnu accepts: some store the same bytes as uint8."""
+
+_TAKEN: Mapping[str | None, tuple[StoredDtype, ...]] = {None: ANY_FLOAT, "uint8": BYTES, "float8_e8m0fnu": EXPONENTS}
+_SEEN_AS: Mapping[str | None, StoredDtype] = {"uint8": "uint8", "float8_e8m0fnu": "F8_E8M0"}
+"""What the bytes of a tensor are, where a `Read` says it and the file may say something else."""
 
 _PARTS = quantised.PARTS
 """The fields that hold a recipe, in the order in which what they make is handed on."""
@@ -239,7 +245,7 @@ def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
     return found
 
 
-def dtype(recipe: schema.Recipe) -> schema.Dtype | None:
+def dtype(recipe: schema.Recipe) -> schema.ReadDtype | None:
     """The element type of what the recipe makes; None: the one that the checkpoint has.
 
     Raises RecipeError for parts of different types, and for a `Tie`, which has the type of its param.
@@ -249,7 +255,7 @@ def dtype(recipe: schema.Recipe) -> schema.Dtype | None:
     if isinstance(recipe, schema.Tie):
         raise _part_tied(recipe)
     if isinstance(recipe, (schema.Concat, schema.Stack)):
-        found: set[schema.Dtype | None] = {dtype(part) for part in recipe.parts}
+        found: set[schema.ReadDtype | None] = {dtype(part) for part in recipe.parts}
         expect(len(found) == 1, f"parts of different dtypes: {', '.join(sorted(map(str, found)))}")
         return found.pop()
     if isinstance(recipe, schema.Dequantise):
@@ -475,8 +481,8 @@ def require(
         if isinstance(param.recipe, schema.Scale):
             found[param.recipe.tensors[0]] = scale_tensor(param.recipe, files.tensors, rules)
     made = {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
-    as_bytes = (name for name, dtype in dtypes.items() if dtype == "uint8")
-    return made | {name: msgspec.structs.replace(made[name], dtype="uint8") for name in as_bytes}
+    seen = {name: _SEEN_AS[dtype] for name, dtype in dtypes.items() if dtype in _SEEN_AS}
+    return made | {name: msgspec.structs.replace(made[name], dtype=dtype) for name, dtype in seen.items()}
 
 
 def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
@@ -491,7 +497,7 @@ def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
 def _mismatches(read: schema.Read, name: str, stored: StoredTensor) -> Iterator[Problem]:
     if stored.shape != read.shape:
         yield Problem("shape", name, f"expected {_text(read.shape)}, found {_text(stored.shape)}")
-    taken = ANY_FLOAT if read.dtype is None else BYTES if read.dtype == "uint8" else (read.dtype,)
+    taken = _TAKEN[read.dtype] if read.dtype in _TAKEN else (str(read.dtype),)
     if stored.dtype not in taken:
         yield Problem("dtype", name, f"expected {' or '.join(taken)}, found {stored.dtype}")
 

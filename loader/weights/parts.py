@@ -124,7 +124,9 @@ class Assembly:
         if computed.index is not None:
             region = ((computed.index, 1), *region[1:])
         shape = tuple(length for _, length in region)
-        dtype = recipes.dtype(part) or "float32"  # of scales, which are used in float32 whatever is stored
+        stored = recipes.dtype(part)
+        # Scales are used in float32, whatever floating type is stored, or exponents.
+        dtype: ir.Dtype = "float32" if stored is None or stored == "float8_e8m0fnu" else stored
         target = self._add_target(Target(None, dtype, shape))
         self._place(part, views.contiguous(shape), region, target, (dtype,))
         return target

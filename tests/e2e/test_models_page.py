@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from model_sweep import Row, worlds_text
-from models_page import PAGE, green_types, line, main, page, with_columns, with_rows
+from models_page import PAGE, green_types, line, main, oldest_of, page, with_columns, with_oldest, with_rows
 
+from precast.builder.versions import OLDEST
 from precast.check.shards import Proof
 
 ROWS = (
@@ -70,6 +71,32 @@ def test_chosen_types_are_written_where_that_is_asked_for(monkeypatch: pytest.Mo
     assert ran.exit_code == 0
     expected = page((*ROWS, Row("bart", "BartForCausalLM", "out of scope", reason="an encoder-decoder")))
     assert (tmp_path / "models.md").read_text(encoding="utf-8") == expected
+
+
+def test_the_oldest_version_is_said_of_green_types_and_stays() -> None:
+    written = page([*ROWS, *(Row(name, "D", "green") for name in "def")])
+    found = [Row("a", "A", "green"), Row("d", "D", "red", reason="export-failed: x | y"), Row("b", "B", "green")]
+
+    said = with_oldest(written, "5.17.0", found)
+
+    assert "With 5.17.0, the oldest that is supported, 1 of the 4 green" in said
+    assert "\n- it has no `e` and `f`\n- `d`: export-failed: x \\| y\n" in said
+    assert with_oldest(said, "5.17.0", found) == said
+    assert with_rows(said, []) == said
+    assert page([*ROWS, *(Row(name, "D", "green") for name in "def")], oldest_of(said)) == said
+    assert said.replace(oldest_of(said), "") == written
+    assert "green; those that aren't:\n\n- none\n" in with_oldest(page(ROWS), "5.17.0", found[:1])
+
+
+def test_the_page_says_which_types_the_oldest_version_builds() -> None:
+    assert f"With {'.'.join(map(str, OLDEST))}." in oldest_of(PAGE.read_text(encoding="utf-8"))
+
+
+def test_another_version_is_not_taken_for_the_oldest() -> None:
+    ran = CliRunner().invoke(main, ["--oldest"])
+
+    assert ran.exit_code == 2
+    assert re.search(r"transformers 5\.\S+ is installed, expected 5\.17", ran.stderr)
 
 
 def test_worlds_in_words() -> None:

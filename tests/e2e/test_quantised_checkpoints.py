@@ -5,6 +5,7 @@ are: `test_published_activations.py` has them rounded.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -54,6 +55,7 @@ MODELOPT = {
     },
 }  # fmt: skip
 UE8M0 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "fmt": "e4m3"}
+MXFP8 = {"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
@@ -99,6 +101,20 @@ CASES = {
                    scale_dtype="torch.uint8"),
         quantised.packed_mxfp4,
         changes=SIZES | {"head_dim": 32},
+    ),
+    "compressed MXFP8": Case(
+        "llama",
+        compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32,
+                   scale_dtype="torch.uint8"),
+        quantised.mxfp8,
+    ),
+    "ModelOpt MXFP8": Case(
+        "llama", {"quantization": MODELOPT["quantization"] | {"quant_algo": "MXFP8", "group_size": 32}},
+        quantised.mxfp8, "hf_quant_config.json",
+    ),
+    "MXFP8 experts": Case(
+        "qwen3_moe", MXFP8, functools.partial(quantised.mxfp8, suffix="_scale_inv"),
+        changes=SIZES | {"moe_intermediate_size": 128},
     ),
     "FP8 experts in blocks": Case(
         "qwen3_moe", {"quant_method": "fp8", "weight_block_size": [16, 16]}, float8("_scale_inv", (16, 16), finer),
@@ -169,17 +185,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     return maker(CASES, tmp_path_factory, activations="none")
 
 
-def test_experts_of_four_bits_beside_fp8_in_blocks(tmp_path: Path) -> None:
-    """DeepSeek-V4, whose checkpoints call scales `<layer>.scale`."""
+NVFP4_EXPERTS = {
+    "moe_quant_algo": "NVFP4", "quant_algo": "MIXED_PRECISION", "group_size": 16, "ignore": ["*.attn.*", "head"],
+    "quantized_layers": {f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in range(9)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_experts_of_four_bits_beside_fp8_in_blocks(format: str, tmp_path: Path) -> None:
+    """DeepSeek-V4, whose checkpoints call scales `<layer>.scale`; ModelOpt makes the experts NVFP4, and leaves the
+    rest as it is."""
 
     def quantise(name: str, weight: torch.Tensor) -> quantised.Stored:
         if ".ffn.experts." in name:
-            return quantised.fp4_e8m0(name, weight)
+            return {"mxfp4": quantised.fp4_e8m0, "nvfp4": quantised.nvfp4}[format](name, weight)
         made, dense = quantised.float8_e8m0(name, weight, (16, 16))
         return {name: made[name], name.removesuffix("weight") + "scale": made[name + "_scale_inv"]}, dense
 
     which = r".*\.layers\..*(attn\.w\w+|indexer\.wq_b|experts\..*)\.weight"
-    case = Case("deepseek_v4", UE8M0 | {"weight_block_size": [16, 16], "expert_dtype": "fp4"}, quantise, which=which)
+    entries = UE8M0 | {"weight_block_size": [16, 16], "expert_dtype": "fp4"}
+    case = Case("deepseek_v4", entries | (NVFP4_EXPERTS if format == "nvfp4" else {}), quantise, which=which)
     plain, stored = write(case, tmp_path)
     bundle = precast.build(stored, tmp_path / "kept", dtype="float32", activations="none")
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
@@ -190,7 +215,7 @@ def test_experts_of_four_bits_beside_fp8_in_blocks(tmp_path: Path) -> None:
     nodes = [node for block in bundle.graph.blocks for node in block.nodes] + list(bundle.graph.main)
     kept = [node for node in nodes if isinstance(node, Node) and node.op == "precast.quantised_experts"]
     assert kept
-    assert {node.args["format"] for node in kept} == {Const("mxfp4")}
+    assert {node.args["format"] for node in kept} == {Const(format)}
     assert {row.units for row in bundle.graph.shards.rows if row.kind == "entry attention"} == {2}, "groups of heads"
     for dp in (1, 2):
         assert prove(bundle, stored, tp=2, ep=2, dp=dp).holds
@@ -289,7 +314,8 @@ def test_stages_and_ranks_with_sequences_of_their_own(case: str, made: Callable[
 
 
 @pytest.mark.parametrize(
-    "case", ["FP8 in blocks", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ", "GPTQ"]
+    "case",
+    ["FP8 in blocks", "MXFP8 experts", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ", "GPTQ"],
 )
 def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
@@ -305,6 +331,7 @@ def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]
             torch.nan,
             "a scale that is no finite number",
         ),
+        ("compressed MXFP8", "mlp.up_proj.weight_scale", 255, "a scale that is no finite number"),
         ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
         ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is no finite number"),
         ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),
@@ -390,9 +417,10 @@ REAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 
 """Llama-3-8B's."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family == "llama"])
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family == "llama" and "MXFP8" not in case])
 def test_a_load_takes_the_memory_that_the_checkpoint_has(case: str, tmp_path: Path) -> None:
-    """Within 2 %: a scale of a matrix becomes one a row, and the few that have no group are held in 32 bits."""
+    """Within 2 %: a scale of a matrix becomes one a row, and the few that have no group are held in 32 bits. Those of
+    MXFP8 are many: a byte for 32 becomes four."""
     config = families.make_config("llama")
     for name, value in REAL.items():
         setattr(config, name, value)

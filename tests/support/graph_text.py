@@ -43,6 +43,7 @@ from precast.ir.graph.schema import (
     Pool,
     Quantise,
     Read,
+    ReadDtype,
     Recipe,
     Ref,
     Repeat,
@@ -70,6 +71,7 @@ from precast.ir.ops import table as ops
 from precast.ir.ops.op import OpDef, ShapeError
 
 _DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
+_READ_DTYPES: dict[str, ReadDtype] = {name: name for name in get_args(ReadDtype)}
 _FORMATS: tuple[str, ...] = get_args(get_type_hints(Dequantise)["format"])
 _EXPR_OPS: dict[str, ExprOp] = {name: name for name in get_args(ExprOp)}
 
@@ -549,7 +551,7 @@ def _recipe(cursor: Cursor) -> Recipe:
 def _read(cursor: Cursor) -> Read:
     tensor = cursor.kind("string", "the name of a checkpoint tensor, in quotes").value
     shape = _after_comma(cursor, lambda: cursor.list("[", cursor.int, "]"))
-    return Read(tensor, shape, _dtype(cursor) if cursor.takes(",") else None)
+    return Read(tensor, shape, _READ_DTYPES[cursor.expect(*_READ_DTYPES).text] if cursor.takes(",") else None)
 
 
 def _slice(cursor: Cursor) -> Slice:

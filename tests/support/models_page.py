@@ -11,6 +11,7 @@ import click
 import transformers
 from model_sweep import MAX_RANKS, Look, Row, model_types, sweep
 
+from precast.builder.versions import OLDEST
 from precast.check.agreement import CHUNK, NUM_TOKENS, PROMPTS, TOLERANCE
 from precast.check.shards import TOLERANCE as SPLIT_TOLERANCE
 from precast.ir.ops.flops import TOKENS
@@ -58,7 +59,17 @@ to write its row into this page as well, `make models ONLY="--write llama"`; to 
 `make models ONLY=--shards`, and the one about torch: `make models ONLY=--without-torch`. To try a config of your own:
 `precast build --check`.
 
-{rows}
+{oldest}{rows}
+"""
+_OLDEST = re.compile(r"^<!-- begin: the oldest transformers -->\n.*?^<!-- end -->\n\n", re.MULTILINE | re.DOTALL)
+_TEXT_OLDEST = """\
+<!-- begin: the oldest transformers -->
+The table is of transformers {newest}. With {oldest}, the oldest that is supported, {num_green} of the {num_all} green
+types were built and compared in the same way, and are green; those that aren't:
+
+{exceptions}
+<!-- end -->
+
 """
 _HEADS = (
     "model type", "architecture", "status", "builds", "logits", "tokens", "precast ops", "ranks", "whole on each",
@@ -74,24 +85,51 @@ def line(row: Row) -> str:
     return f"{row.model_type:26}{row.status:14}{share:9}{ranks or torch or row.reason}".rstrip()
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The page of these rows. Equal rows give equal pages: no times, no paths."""
-    return _page({row.model_type: _cells(row) for row in rows})
+def page(rows: Sequence[Row], oldest: str = "") -> str:
+    """The page of these rows, with what `oldest_of` gave. Equal rows give equal pages: no times, no paths."""
+    return _page({row.model_type: _cells(row) for row in rows}, oldest)
 
 
 def with_rows(text: str, rows: Sequence[Row]) -> str:
     """The page `text` with these rows in the place of its own of the same types, or added to them."""
     own = {each["model_type"]: each[0] for each in _ROW.finditer(text)}
-    return _page(own | {row.model_type: _cells(row) for row in rows})
+    return _page(own | {row.model_type: _cells(row) for row in rows}, oldest_of(text))
 
 
-def _page(lines: dict[str, str]) -> str:
+def oldest_of(text: str) -> str:
+    """What a page says of the oldest transformers; empty where it says nothing."""
+    found = _OLDEST.search(text)
+    return found[0] if found else ""
+
+
+def with_oldest(text: str, version: str, rows: Sequence[Row]) -> str:
+    """The page `text`, saying which of its green types are green with transformers `version`, too: `rows` are those of
+    the types that it has."""
+    known, green = {row.model_type: row for row in rows}, green_types(text)
+    newest = re.search(r"transformers (\S+) has", text)
+    unknown = [name for name in green if name not in known]
+    red = [known[name] for name in green if name in known and known[name].status != "green"]
+    listed = [f"- it has no {_in_words(unknown)}"] if unknown else []
+    listed += [f"- `{row.model_type}`: {_plain(row.reason)}" for row in red]
+    said = _TEXT_OLDEST.format(
+        newest=newest[1] if newest else "", oldest=version, num_green=len(green) - len(unknown) - len(red),
+        num_all=len(green), exceptions="\n".join(listed) or "- none",
+    )  # fmt: skip
+    return _OLDEST.sub("", text).replace(f"| {_HEADS[0]} |", f"{said}| {_HEADS[0]} |", 1)
+
+
+def _in_words(names: Sequence[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
+
+
+def _page(lines: dict[str, str], oldest: str) -> str:
     """The page of these rows of the table, by model type."""
     counts = Counter(each["status"] for each in _ROW.finditer("\n".join(lines.values())))
     return _TEXT.format(
         version=transformers.__version__, total=len(lines), green=_are(counts["green"]), red=_are(counts["red"]),
         outside=_are(counts["out of scope"]), prompts=len(PROMPTS), tolerance=TOLERANCE, chunk=CHUNK,
-        num_tokens=NUM_TOKENS, tokens=TOKENS, ranks=MAX_RANKS, split=SPLIT_TOLERANCE,
+        num_tokens=NUM_TOKENS, tokens=TOKENS, ranks=MAX_RANKS, split=SPLIT_TOLERANCE, oldest=oldest,
         rows="\n".join([
             f"| {' | '.join(_HEADS)} |", f"|{'---|' * len(_HEADS)}",
             *(text for _, text in sorted(lines.items())),
@@ -147,8 +185,12 @@ def with_columns(text: str, rows: Sequence[Row], look: Look) -> str:
 @click.option("--write", is_flag=True, help="Put the rows of these types into docs/models.md, and leave the others.")
 @click.option("--shards", is_flag=True, help="Only split what is green over ranks, and fill those columns.")
 @click.option("--without-torch", is_flag=True, help="Only say what is served without torch, and fill that column.")
-def main(only: tuple[str, ...], workers: int, write: bool, shards: bool, without_torch: bool) -> None:
+@click.option("--oldest", is_flag=True, help="Cover what is green with the oldest transformers, and say that.")
+def main(only: tuple[str, ...], workers: int, write: bool, shards: bool, without_torch: bool, oldest: bool) -> None:
     """Cover these model types, or cover all and write docs/models.md; each row is printed as soon as it is known."""
+    if oldest:
+        _cover_with_oldest(workers)
+        return
     unknown = sorted({*only} - {*model_types()})
     if unknown:
         types = ", ".join(unknown)
@@ -156,7 +198,8 @@ def main(only: tuple[str, ...], workers: int, write: bool, shards: bool, without
     if not shards and not without_torch:
         rows = sweep(only or model_types(), workers=workers, done=_show)
         if not only:
-            PAGE.write_text(page(rows), encoding="utf-8")
+            before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+            PAGE.write_text(page(rows, oldest_of(before)), encoding="utf-8")
         elif write:
             PAGE.write_text(with_rows(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
         if not any(row.status == "green" for row in rows):
@@ -166,6 +209,16 @@ def main(only: tuple[str, ...], workers: int, write: bool, shards: bool, without
         _look(only, workers, "split", write=write or not only)
     if without_torch or not shards:
         _look(only, workers, "resolve", write=write or not only)
+
+
+def _cover_with_oldest(workers: int) -> None:
+    """Cover the page's green types with the transformers that is installed, which must be the oldest."""
+    wanted = ".".join(map(str, OLDEST))
+    if not transformers.__version__.startswith(f"{wanted}."):
+        raise click.UsageError(f"transformers {transformers.__version__} is installed, expected {wanted}")
+    text = PAGE.read_text(encoding="utf-8")
+    rows = sweep([name for name in green_types(text) if name in model_types()], workers=workers, done=_show)
+    PAGE.write_text(with_oldest(text, transformers.__version__, rows), encoding="utf-8")
 
 
 def _look(only: Sequence[str], workers: int, look: Look, *, write: bool) -> None:

@@ -191,6 +191,12 @@ def float8_e8m0(name: str, weight: torch.Tensor, block: tuple[int, int]) -> Stor
     return {name: values, name + "_scale_inv": scales}, _fp8(values.float(), 2.0 ** (exponents - 127), block)
 
 
+def mxfp8(name: str, weight: torch.Tensor, suffix: str = "_scale") -> Stored:
+    """Float8 values, and for 32 neighbours of a row a power of two, stored as uint8."""
+    stored, dense = float8_e8m0(name, weight, (1, 32))
+    return {name: stored[name], name + suffix: stored[name + "_scale_inv"].view(torch.uint8)}, dense
+
+
 def nvfp4(name: str, weight: torch.Tensor, *, divided: bool = False) -> Stored:
     """ModelOpt's tensors, or (`divided`) those of compressed-tensors, whose scale of the whole is the reciprocal."""
     rows, columns = weight.shape

@@ -45,6 +45,8 @@ def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tenso
     match recipe:
         case Read(tensor=name, dtype="uint8"):
             return tensors[name].view(torch.uint8)
+        case Read(tensor=name, dtype="float8_e8m0fnu"):
+            return tensors[name].view(torch.float8_e8m0fnu).float()
         case Read(tensor=name):
             return tensors[name]
         case Cast(of=of, dtype=dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,21 +112,32 @@ KEPT_IN_V4 = ("compressor.wkv", "compressor.wgate", "weights_proj", "ffn.gate.",
 """What DeepSeek-V4's checkpoints hold in bfloat16, beside tensors that are no weights of layers."""
 
 
-@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
-def test_experts_of_four_bits_beside_fp8(expert_dtype: str, tmp_path: Path) -> None:
-    """DeepSeek-V4: scales stand beside the weights, as powers of two; the experts' are of 32 values each."""
+NVFP4_EXPERTS = {
+    "moe_quant_algo": "NVFP4", "quant_algo": "MIXED_PRECISION", "group_size": 16, "ignore": ["*.attn.*", "head"],
+    "quantized_layers": {"layers.1.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}},
+}  # fmt: skip
+"""As ModelOpt says it of DeepSeek-V4, in the publisher's names; here of one layer."""
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8", "nvfp4 and fp4"])
+def test_experts_of_four_bits_beside_fp8(experts: str, tmp_path: Path) -> None:
+    """DeepSeek-V4: scales stand beside the weights, as powers of two; the experts' are of 32 values each. Those that
+    ModelOpt lists have its own."""
     config = shrink(AutoConfig.for_model("deepseek_v4", moe_intermediate_size=64, o_lora_rank=32))
     config.moe_intermediate_size = 32
     entries = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32],
-        "scale_fmt": "ue8m0", "expert_dtype": expert_dtype,
+        "scale_fmt": "ue8m0", "expert_dtype": experts[-3:], **(NVFP4_EXPERTS if "nvfp4" in experts else {}),
     }  # fmt: skip
-    packed = set()
+    packed, listed = set(), set()
 
     def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
         if not name.endswith(".weight") or any(part in name for part in KEPT_IN_V4):
             return None
-        if expert_dtype == "fp4" and ".ffn.experts." in name:
+        if "nvfp4" in experts and "layers.1.ffn.experts." in name:
+            listed.add(name)
+            return quantised.nvfp4(name, tensor)
+        if experts != "fp8" and ".ffn.experts." in name:
             packed.add(name)
             return quantised.fp4_e8m0(name, tensor)
         stored, dense = quantised.float8_e8m0(name, tensor, (32, 32))
@@ -133,7 +145,8 @@ def test_experts_of_four_bits_beside_fp8(expert_dtype: str, tmp_path: Path) -> N
 
     check(config, entries, quantise, tmp_path)
 
-    assert bool(packed) == (expert_dtype == "fp4")
+    assert bool(packed) == (experts != "fp8")
+    assert bool(listed) == ("nvfp4" in experts)
 
 
 @pytest.mark.parametrize("size", [48, 80])
@@ -427,6 +440,32 @@ def test_compressed_nvfp4(model_type: str, tmp_path: Path) -> None:
     check(config, groups("nvfp4-pack-quantized", weights), projections(stored), tmp_path)
 
 
+EIGHT = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+
+
+def test_mxfp8_of_whole_groups_alone() -> None:
+    config = config_of("llama", intermediate_size=48)
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(BuildError, match=r"down_proj\.weight: 48 inputs in groups of 32"):
+        ModelCheckpoint(meta, groups("mxfp8-quantized", EIGHT)).recipes(meta.state_dict())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt", "mxfp8"])
+def test_mxfp8(method: str, model_type: str, tmp_path: Path) -> None:
+    entries = {
+        "compressed-tensors": groups("mxfp8-quantized", EIGHT),
+        "modelopt": MODELOPT | {"quant_algo": "MXFP8", "exclude_modules": ["lm_head", "*.gate"]},
+        "mxfp8": {"quant_method": "mxfp8", "ignored_layers": ["lm_head", "gate"], "activation_scheme": "dynamic"},
+    }[method]
+    suffix = "_scale_inv" if method == "mxfp8" else "_scale"
+    config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
+
+    check(config, entries, projections(functools.partial(quantised.mxfp8, suffix=suffix)), tmp_path)
+
+
 def test_compressed_mxfp4(tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
@@ -575,6 +614,17 @@ def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "no list of the modules"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "group_size": 32}, "group_size = 32"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [], "group_size": 16}, "group_size = 16"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": [], "group_size": 16}, "group_size = 16"),
+        ({"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}, "quant_algo = 'MIXED_PRECISION'"),
+        ({"quant_method": "fp8", "moe_quant_algo": "NVFP4"}, "no quantized_layers of MIXED_PRECISION"),
+        ({"quant_method": "fp8", **NVFP4_EXPERTS}, r"names of layers that are none of this model \(layers\.1\.ffn"),
+        (
+            {"quant_method": "fp8", **NVFP4_EXPERTS, "quantized_layers": {"layers.0.attn": {"quant_algo": "NVFP4"}}},
+            "quantized_layers.layers.0.attn = ",
+        ),
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, r"weight_block_size = \[128, 128\]"),
+        (groups("mxfp8-quantized", EIGHT | {"group_size": 16}), "group_size = 16, format = 'mxfp8-quantized'"),
+        (groups("mxfp8-quantized", EIGHT | {"symmetric": False}), "symmetric = False"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []}, "and 0 quantized_layers"),
         (
             {

@@ -107,6 +107,7 @@ def test_compressed_tensors_that_are_not_followed(inputs: object, reason: str) -
 
 def test_modelopt_has_scales_of_inputs_in_8_bits() -> None:
     assert of_modelopt("FP8", "l.q") == static("l.q.input_scale")
+    assert of_modelopt("MXFP8", "l.q") == Rounding(reason="scales of inputs that are powers of two are not made")
     assert of_modelopt("NVFP4", "l.q") == Rounding(reason="inputs of 4 bits are not made")
     assert of_modelopt("W4A16_NVFP4", "l.q") == NONE
 

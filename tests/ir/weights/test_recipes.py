@@ -226,6 +226,8 @@ def test_parts_of_different_dtypes() -> None:
     [
         replace(FP8, of=R23),
         replace(FP8, scales=whole("s", 3, 2)),
+        replace(FP8, scales=whole("s", 3, 2, dtype="uint8")),
+        replace(INT8, scales=Read("s", (10, 1), "float8_e8m0fnu")),
         replace(MXFP4, scales=Read("s", (2, 6, 3))),
         replace(AWQ, zeros=Read("z", (3, 2))),
         replace(GPTQ, groups=whole("g", 16, dtype="int64")),

@@ -92,11 +92,13 @@ def test_numbers_are_rounded_as_torch_does(source: Dtype, target: Dtype) -> None
     assert torch.equal(held.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e8m0fnu, torch.uint8])
 @pytest.mark.parametrize("target", FLOATS)
-def test_exponents_are_powers_of_two(target: Dtype, tmp_path: Path) -> None:
-    """All of E8M0, with rows and columns exchanged; float16 holds few of them."""
-    tensors = {"a": torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e8m0fnu)}
-    recipe = Cast(Transpose(Read("a", (16, 16)), 0, 1), target)
+def test_exponents_are_powers_of_two(target: Dtype, stored: torch.dtype, tmp_path: Path) -> None:
+    """All of E8M0, also of what is stored as uint8, with rows and columns exchanged; float16 holds few of them."""
+    tensors = {"a": torch.arange(256, dtype=torch.uint8).view(16, 16).view(stored)}
+    read = Read("a", (16, 16), "float8_e8m0fnu" if stored == torch.uint8 else None)
+    recipe = Cast(Transpose(read, 0, 1), target)
 
     what = planned(params_graph({"a": recipe}, tensors), Checkpoint(), files_of(tmp_path, tensors))
     made = OnTheHost({0: np.empty(256 * BY_NAME[target].itemsize, np.uint8)})

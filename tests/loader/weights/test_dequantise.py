@@ -160,11 +160,13 @@ def test_float8(
 
 
 @on_each_device
-def test_scales_that_are_powers_of_two(tmp_path: Path, device: torch.device) -> None:
-    """E8M0: each of its numbers is a scale of one value, and is read by itself, and as a row, too."""
+@pytest.mark.parametrize("stored", [torch.float8_e8m0fnu, torch.uint8])
+def test_scales_that_are_powers_of_two(stored: torch.dtype, tmp_path: Path, device: torch.device) -> None:
+    """E8M0: each of its numbers is a scale of one value, and is read by itself, and as a row, too. What is stored as
+    uint8 is E8M0 where the recipe says so."""
     exponents = torch.arange(255, dtype=torch.uint8).view(1, 255)
-    tensors = {"w": float8(1, 255), "s": exponents.view(torch.float8_e8m0fnu)}
-    scales = Read("s", (1, 255))
+    tensors = {"w": float8(1, 255), "s": exponents.view(stored)}
+    scales = Read("s", (1, 255), "float8_e8m0fnu" if stored == torch.uint8 else None)
     recipes = {
         "w": Dequantise(read("w", tensors), scales, "fp8", (1, 1)),
         "s": Cast(scales, "float32"),

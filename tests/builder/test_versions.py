@@ -1,0 +1,69 @@
+"""Versions of transformers: the range is pyproject's, and what lies outside of it is named before it is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from precast.builder.versions import BELOW, OLDEST, check_transformers
+from precast.ir.errors import TargetError
+
+ROOT = Path(__file__).parents[2]
+
+
+def installed(version: str, folder: Path) -> Path:
+    """A folder in which a transformers of this version is said to be installed."""
+    (folder / f"transformers-{version}.dist-info").mkdir()
+    (folder / f"transformers-{version}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n", encoding="utf-8"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("4.57.6", False), ("5.16.1", False), ("5.17.0", True), ("5.17.0.dev0", True), ("5.23.0", True), ("5.100.0", True),
+     ("6.0.0", False), ("nightly", False)],
+)  # fmt: skip
+def test_a_version_outside_of_the_range_is_refused(
+    version: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(installed(version, tmp_path))
+    message = ""
+
+    try:
+        check_transformers()
+    except TargetError as error:
+        message = f"{error.code} {error}"
+
+    assert (message == "") == fits
+    said = f"transformers {version} is installed, expected 5.17 or newer, below 6.0"
+    assert fits or (message.startswith("dependency-unsupported ") and said in message)
+
+
+def test_the_range_is_that_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    wanted = [each for each in project["optional-dependencies"]["build"] if each.startswith("transformers")]
+
+    assert wanted == [f"transformers>={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"]
+
+
+def test_build_says_it_before_transformers_is_imported(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(installed("4.57.6", tmp_path))!r})
+import precast
+try:
+    precast.build
+except precast.TargetError as error:
+    print(error.code, "transformers" in sys.modules)
+"""
+
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+
+    assert ran.stdout.split() == ["dependency-unsupported", "False"]
