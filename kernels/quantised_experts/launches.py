@@ -22,6 +22,7 @@ from precast.kernels.quantised_experts.rounding import (
     rounding_of,
     row_scales_of,
 )
+from precast.kernels.quantised_linear.launches import INPUT_GROUP
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.use import Use
 
@@ -42,6 +43,8 @@ _BUSY, _LONG = 1024, 1024
 _SUM_BLOCK = 256
 _COPIED = 16
 """Bytes of which what is brought to the L2 cache at once is a multiple."""
+_WARP_GROUPS = 8
+"""Warps of tiles that are multiplied by the matrix instructions of warp groups, which take float8 as it is."""
 _LARGE_GROUP = 64
 """Groups of so many columns are blocks: a product with the sum is cheaper than one with each value."""
 Constants = dict[str, int | float | bool | str]
@@ -288,7 +291,10 @@ def _product(
     sizes = _known(use)
     stored = _stored(use, name, int(constants["SIZE_K"]))
     is_half = use.width("x") == 2 and stored["VALUES"] in ("fp4", "int4")
-    block_k = _block_k(tiles.k, int(stored["GROUP_K"]), int(constants["SIZE_K"]), is_fp4=_is_fp4(use))
+    is_exact = _is_exact(use, name, int(constants["SIZE_K"]))
+    # Large tiles are products of eight bits on both sides, whose sums are multiplied by scales, block by block.
+    most_k = INPUT_GROUP if is_exact and tiles.num_warps >= _WARP_GROUPS else tiles.k
+    block_k = _block_k(most_k, int(stored["GROUP_K"]), int(constants["SIZE_K"]), is_fp4=_is_fp4(use))
     most = sizes.pairs
     if places is not None:
         # Each expert that has rows has at most one tile that isn't full.
@@ -313,7 +319,7 @@ def _product(
             "SPLITS": 1, "RELEASES_LATE": False, "ASKS_AHEAD": False, "PDL": has_pdl(use),
         },
         tiles.num_warps,
-        _stages(use, tiles, block_k, is_gated=bool(constants["IS_GATED"])),
+        _stages(use, tiles, block_k, 1 if is_exact else use.width("x"), is_gated=bool(constants["IS_GATED"])),
         pdl=has_pdl(use),
     )  # fmt: skip
 
@@ -377,10 +383,10 @@ def _block_k(most: int, group: int, size_k: int, *, is_fp4: bool) -> int:
     return most
 
 
-def _stages(use: Use, tiles: Tiles, block_k: int, *, is_gated: bool) -> int:
-    """Blocks that are on their way to shared memory, as many as fit into it."""
+def _stages(use: Use, tiles: Tiles, block_k: int, width: int, *, is_gated: bool) -> int:
+    """Blocks that are on their way to shared memory, as many as fit into it; numbers of rows have `width` bytes."""
     weight = (2 if is_gated else 1) * tiles.n * block_k
-    stage = weight + tiles.m * block_k * use.width("x")
+    stage = weight + tiles.m * block_k * width
     return max(2, min(tiles.num_stages, shared_bytes(use.target.capability) // stage))
 
 
