@@ -130,7 +130,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     WITHIN: tl.constexpr = BLOCK_K > GROUP_K
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K if WITHIN else 1  # pyright: ignore[reportAssignmentType]
     IS_SCALED: tl.constexpr = WITHIN or VALUES == "fp4"
-    IN_STEPS: tl.constexpr = not IS_SCALED or ROW_SCALES == "steps"
+    IN_STEPS: tl.constexpr = not IS_SCALED or ROW_SCALES == "steps"  # pyright: ignore[reportAssignmentType]
     row = first + tl.arange(0, BLOCK_M)
     is_row = row < end
     pair = row
