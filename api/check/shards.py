@@ -102,10 +102,17 @@ class _Model(NamedTuple):
         return cls(msgspec.structs.replace(bundle, graph=graph), CheckpointFiles.open(weights))
 
 
+_ROUNDS_BY = {
+    "precast.quantised_linear": ("activation", "input_scale"), "precast.quantised_experts": ("rounding",),
+}  # fmt: skip
+"""The ops that round inputs, and the arguments that say how."""
+
+
 def _unrounded(node: Node) -> Node:
-    if node.op != "precast.quantised_linear":
+    left_out = _ROUNDS_BY.get(node.op)
+    if left_out is None:
         return node
-    args = {name: arg for name, arg in node.args.items() if name not in ("activation", "input_scale")}
+    args = {name: arg for name, arg in node.args.items() if name not in left_out}
     return msgspec.structs.replace(node, args=args)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -70,7 +71,7 @@ def summary(bundle: Bundle) -> Report:
     total = _bytes_of(bundle)
     others = [extra for extra in bundle.attached if extra.artifact_type != oci.PROVENANCE]
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
-    held, rounded = _weights_bytes(graph), _activations(graph)
+    held, rounded, rounded_experts = _weights_bytes(graph), _activations(graph), _expert_activations(graph)
     with computed():
         share = precast_share(graph)
         peaks = _activation_peaks(graph)
@@ -88,6 +89,7 @@ def summary(bundle: Bundle) -> Report:
         "precast_share": round(share, 4),
         "weights_bytes": held,
         "activations": rounded,
+        "expert_activations": rounded_experts,
         "activation_bytes": [
             {"tokens": tokens, "sequences": sequences, "bytes": peak} for (tokens, sequences), peak in peaks.items()
         ],
@@ -108,7 +110,7 @@ def summary(bundle: Bundle) -> Report:
             or "none",
         ),
         ("weights", "; ".join(f"{size:,} bytes of {dtype}" for dtype, size in held.items()) or "none"),
-        *([("inputs", rounded_text(rounded))] if rounded else []),
+        *([("inputs", rounded_text(rounded, rounded_experts))] if rounded or rounded_experts else []),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
@@ -161,17 +163,31 @@ def _weights_bytes(graph: Graph) -> dict[str, int]:
 
 def _activations(graph: Graph) -> dict[str, int]:
     """How the inputs of linear layers are rounded whose weights are in few bits: how many layers, by `activation`."""
+    return _counted_by(graph, "precast.quantised_linear", "activation")
+
+
+def _expert_activations(graph: Graph) -> dict[str, int]:
+    """How experts in few bits round the rows that they multiply: how many layers of experts, by `rounding`."""
+    return _counted_by(graph, "precast.quantised_experts", "rounding")
+
+
+def _counted_by(graph: Graph, op: str, arg: str) -> dict[str, int]:
+    """How often an op is computed in a step, by the values of an argument that is `none` where it isn't given."""
     blocks = {block.name: block.nodes for block in graph.blocks}
     steps = (blocks[step.block] if isinstance(step, Call) else (step,) for step in graph.main)
-    nodes = (node for part in steps for node in part if node.op == "precast.quantised_linear")
-    given = (node.args.get("activation") for node in nodes)
+    nodes = (node for part in steps for node in part if node.op == op)
+    given = (node.args.get(arg) for node in nodes)
     return dict(Counter(str(each.value) if isinstance(each, Const) else "none" for each in given).most_common())
 
 
-def rounded_text(rounded: Mapping[str, int]) -> str:
-    """The layers that `_activations` counts, in words."""
-    how = {kind: "as they are" if kind == "none" else f"rounded by {kind}" for kind in rounded}
-    return "; ".join(f"{how[kind]} in {_counted(count, 'linear layer')}" for kind, count in rounded.items())
+def rounded_text(rounded: Mapping[str, int], experts: Mapping[str, int] = MappingProxyType({})) -> str:
+    """The layers that `_activations` and `_expert_activations` count, in words."""
+    found: dict[str, list[str]] = {}
+    for counts, noun in ((rounded, "linear layer"), (experts, "MoE layer")):
+        for kind, count in counts.items():
+            found.setdefault(kind, []).append(_counted(count, noun))
+    how = {kind: "as they are" if kind == "none" else f"rounded by {kind}" for kind in found}
+    return "; ".join(f"{how[kind]} in {' and '.join(layers)}" for kind, layers in found.items())
 
 
 def _activation_peaks(graph: Graph) -> dict[tuple[int, int], int]:

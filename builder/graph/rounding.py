@@ -13,7 +13,7 @@ class Rounding(NamedTuple):
     """How the input of a layer is rounded."""
 
     activation: str = "none"
-    """As `precast.quantised_linear` has it."""
+    """As `precast.quantised_linear` has it, and `precast.quantised_experts`, which calls it `rounding`."""
     scale: Read | None = None
     """The tensor with the one scale of `fp8_tensor`."""
     bound: float | None = None
@@ -37,6 +37,8 @@ def rounding_of(recipe: Recipe, roundings: Roundings) -> Rounding:
     if not roundings:
         return NONE
     found = {roundings[read.tensor] for read in recipes.each_leaf(recipe) if read.tensor in roundings}
+    if len(found) > 1 and all(each.scale is not None for each in found):
+        return Rounding(reason="its weight is joined of several, whose inputs have a scale each")
     if len(found) > 1:
         return Rounding(reason="its weight is joined of several, whose inputs are rounded in different ways")
     return found.pop() if found else NONE

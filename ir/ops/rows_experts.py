@@ -27,6 +27,8 @@ SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 CHOICES = ("scores", "logits")
 GROUP_SCORES = ("top2", "max")
 SCALES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
+EXPERT_ROUNDINGS = ("none", "fp8_token", "fp8_group", "int8_token")
+"""How rows that experts multiply are rounded: as `precast.quantised_linear` has it, by scales made of a row."""
 TRANSPOSED = ("awq", "gptq")
 """Formats that hold a matrix with its inputs as rows."""
 
@@ -89,6 +91,7 @@ def quantised_experts(args: Args) -> tuple[TensorType, ...]:
     experts, opened, inputs = _dequantised("up", args)
     expect_shape("up's last dimension, dequantised", (inputs,), x.shape[1:])
     expect_shape("down, dequantised", _dequantised("down", args), (experts, x.shape[1], _inner(opened, args)))
+    expect_one_of("rounding", args.get("rounding", "none"), EXPERT_ROUNDINGS)
     _expect_between(args, (experts, opened))
     return (x,)
 
@@ -178,7 +181,7 @@ ROWS = (
         " Tensor up_scales, Tensor down_scales, Tensor? up_zeros, Tensor? down_zeros, Tensor? up_global_scale,"
         " Tensor? down_global_scale, Tensor? up_bias, Tensor? down_bias, *, str format, int[]? up_block=None,"
         " int[]? down_block=None, int zero_offset=0, str activation, bool gated, float alpha=1.0, float? limit=None,"
-        " float offset=0.0) -> Tensor",
+        " float offset=0.0, str rounding='none') -> Tensor",
         quantised_experts,
         last_of("x"),
         work.quantised_experts,

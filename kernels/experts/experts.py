@@ -67,14 +67,21 @@ def experts(
 def weighted_sum(
     x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor,
     weights: Iterable[tuple[torch.Tensor, torch.Tensor]], biases: tuple[torch.Tensor | None, ...], between: Between,
+    rounded: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`precast.experts`, of both matrices of each expert in turn and the biases of all: `up_bias` and `down_bias`."""
+    """`precast.experts`, of both matrices of each expert in turn and the biases of all: `up_bias` and `down_bias`.
+
+    `rounded`: what the rows [N, I], [N, F] become that are multiplied, in float32 (float64); those between the products
+    are rounded to `x`'s dtype before.
+    """
     total = widened(x).new_zeros(x.shape)
     for expert, (up, down) in enumerate(weights):
         up_bias, down_bias = (_row(bias, expert) for bias in biases)
         tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
-        h = functional.linear(widened(x[tokens]), widened(up), up_bias)
-        h = functional.linear(activate(h, between), widened(down), down_bias)
+        rows = widened(x[tokens])
+        h = activate(functional.linear(rounded(rows) if rounded else rows, widened(up), up_bias), between)
+        h = rounded(widened(h.to(x.dtype))) if rounded else h
+        h = functional.linear(h, widened(down), down_bias)
         total.index_add_(0, tokens, h * expert_weights[tokens, places, None].to(h.dtype))
     return total.to(x.dtype)
 

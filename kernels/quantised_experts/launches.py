@@ -14,6 +14,15 @@ from precast.ir.weights.quantised import NVFP4_BLOCK, PACKED
 from precast.kernels.blocks import power_of_two
 from precast.kernels.experts import launches as experts
 from precast.kernels.experts.launches import Sizes, Tiles, given, has_pdl, shared_bytes, step_of
+from precast.kernels.quantised_experts.rounding import (
+    Rounded,
+    is_short,
+    rounded_at,
+    rounding,
+    rounding_of,
+    row_scales_of,
+)
+from precast.kernels.quantised_linear.launches import INPUT_GROUP
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.use import Use
 
@@ -34,6 +43,8 @@ _BUSY, _LONG = 1024, 1024
 _SUM_BLOCK = 256
 _COPIED = 16
 """Bytes of which what is brought to the L2 cache at once is a multiple."""
+_WARP_GROUPS = 8
+"""Warps of tiles that are multiplied by the matrix instructions of warp groups, which take float8 as it is."""
 _LARGE_GROUP = 64
 """Groups of so many columns are blocks: a product with the sum is cheaper than one with each value."""
 Constants = dict[str, int | float | bool | str]
@@ -59,6 +70,7 @@ def is_taken(use: Use) -> bool:
     whole = all(use.operands[name].is_contiguous for name in parts)
     groups = [_group(use, name, size)[1] for name, size in (("up", sizes.width), ("down", sizes.inner))]
     widths = zip(groups, (sizes.width, sizes.inner), strict=True)
+    whole = whole and is_short(use, sizes.width, sizes.inner)
     return whole and all(group >= width or _is_fp4(use) or _is_cut(group) for group, width in widths)
 
 
@@ -68,9 +80,10 @@ def _is_cut(group: int) -> bool:
 
 
 def has_float8(use: Use) -> bool:
-    """Whether the GPU has instructions for what is stored in float8, if anything is."""
+    """Whether the GPU has instructions for what is stored in float8, or rounded to it, if anything is."""
     stored = [use.operands[name].type.dtype for name in ("up", "up_scales")]
-    return "float8_e4m3fn" not in stored or use.target.capability >= (8, 9)
+    is_float8 = "float8_e4m3fn" in stored or rounding_of(use).startswith("fp8")
+    return not is_float8 or use.target.capability >= (8, 9)
 
 
 def few(
@@ -85,7 +98,7 @@ def few(
 
 
 def few_workspace(use: Use) -> Expr:
-    """What is between the products, and the rows of all pairs."""
+    """What is rounded, what is between the products, and the rows of all pairs."""
     return _rows(use, 0, parts=splits_of(_known(use))).end
 
 
@@ -101,15 +114,18 @@ def grouped(tokens: int | None, up: Tiles | None = None, down: Tiles | None = No
 
 
 def grouped_workspace(tokens: int | None) -> Callable[[Use], Expr]:
-    """The order of pairs, what is between the products, and the rows of all pairs."""
+    """The order of pairs, what is rounded, what is between the products, and the rows of all pairs."""
     return lambda use: _ordered_rows(use, tokens, _places(use, tokens)).end
 
 
 class _Rows(NamedTuple):
-    """Where activated rows lie in a workspace, those of all pairs after them, and its end."""
+    """Where activated rows lie in a workspace, those of all pairs after them, what tokens' rows and activated ones are
+    rounded to, if they are, and its end."""
 
     h: Pointer
     rows: Pointer
+    x_rounded: Rounded | None
+    h_rounded: Rounded | None
     end: Expr
 
 
@@ -118,10 +134,34 @@ def _rows(use: Use, start: Expr, kept: Dtype = "float32", parts: int = 1) -> _Ro
     sizes = _known(use)
     second = add(start, experts.aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
     num_bytes = parts * (4 if kept == "float32" else 2)
+    end = add(second, experts.aligned(mul(num_bytes * sizes.width, sizes.pairs)))
+    x_rounded = h_rounded = None
+    if rounding_of(use) != "none":
+        is_exact = {name: _is_exact(use, name, size) for name, size in (("up", sizes.width), ("down", sizes.inner))}
+        x_rounded = rounded_at(use, end, sizes.tokens, sizes.width, is_exact=is_exact["up"])
+        h_rounded = rounded_at(use, x_rounded.end, sizes.pairs, sizes.inner, is_exact=is_exact["down"])
+        end = h_rounded.end
     return _Rows(
-        Pointer("workspace", use.operands["x"].type.dtype, start), Pointer("workspace", kept, second),
-        add(second, experts.aligned(mul(num_bytes * sizes.width, sizes.pairs))),
+        Pointer("workspace", use.operands["x"].type.dtype, start), Pointer("workspace", kept, second), x_rounded,
+        h_rounded, end,
     )  # fmt: skip
+
+
+def _is_exact(use: Use, name: str, size_k: int) -> bool:
+    """Whether numbers of eight bits are multiplied as they are, of rows and of the weight `name` alike.
+
+    Not of rows in float32: tensor cores add up products of float8 with fewer digits.
+    """
+    format, kind = use.constant("format"), rounding_of(use)
+    fits = (format == "fp8" and kind.startswith("fp8")) or (format == "int8" and kind == "int8_token")
+    group = _group(use, name, size_k)[1]
+    in_blocks = group >= size_k or not _has_several(group)
+    return fits and in_blocks and use.width("x") == 2 and not use.has(f"{name}_zeros")
+
+
+def _has_several(group: int) -> bool:
+    """Whether a block of columns has several groups of so many."""
+    return group < _LARGE_GROUP and group == power_of_two(group)
 
 
 def _ordered_rows(use: Use, tokens: int | None, places: experts.Places) -> _Rows:
@@ -138,12 +178,14 @@ def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ah
     sizes, rows = _known(use), _rows(use, 0, parts=splits)
     is_wide = use.width("x") > 2
     up, down = up or (_FEW_WIDE if is_wide else _FEW_UP), down or (_FEW_WIDE if is_wide else _FEW_DOWN)
-    first, second = _products(use, rows, None, up, down)
+    before, first, between, second = _products(use, rows, None, up, down)
     asks_ahead = asks_ahead and has_pdl(use) and _row_bytes(use, sizes.inner) % _COPIED == 0
     ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
     weights = (step_of(use, "expert_weights", 0), step_of(use, "expert_weights", 1))
     return (
+        *before,
         first._replace(constants={**first.constants, "RELEASES_LATE": True}),
+        *between,
         second._replace(
             grid=(*second.grid, splits), constants={**second.constants, "SPLITS": splits, "ASKS_AHEAD": asks_ahead}
         ),
@@ -172,11 +214,12 @@ def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None)
     is_wide = use.width("x") > 2
     up = up or _tiles_of(tokens, average, _WIDE if is_wide else _GATED if use.constant("gated") else _PLAIN)
     down = down or _tiles_of(tokens, average, _WIDE if is_wide else _PLAIN)
+    before, first, between, second = _products(use, rows, places, up, down)
     return (
         *experts.order_of(use, places, sizes.pairs, ids, sizes.top_k, sizes.num_experts, most),
-        *_products(use, rows, places, up, down),
+        *before, first, *between, second,
         experts.sum_of(use, rows.rows, sizes),
-    )
+    )  # fmt: skip
 
 
 _FEW_UP = Tiles(8, 32, 128, 4, 4, True)
@@ -212,30 +255,46 @@ def _tiles_of(
     )
 
 
-def _products(use: Use, rows: _Rows, places: experts.Places | None, up: Tiles, down: Tiles) -> tuple[Launch, Launch]:
-    """Both products; by pairs where there are no places."""
+def _products(
+    use: Use, rows: _Rows, places: experts.Places | None, up: Tiles, down: Tiles
+) -> tuple[tuple[Launch, ...], Launch, tuple[Launch, ...], Launch]:
+    """What comes before the first product, that, what comes between them, and the second one; by pairs where there are
+    no places."""
     sizes = _known(use)
-    between = experts.between_of(use)
+    activated = experts.between_of(use)
     plain: Constants = {"IS_GATED": False, "ACTIVATION": "", "ALPHA": 1.0, "LIMIT": 0.0, "OFFSET": 0.0}
-    first: Constants = {**between, "SIZE_K": sizes.width, "SIZE_N": sizes.inner, "GATHERS": True, "SCATTERS": False}
+    first: Constants = {**activated, "SIZE_K": sizes.width, "SIZE_N": sizes.inner, "GATHERS": True, "SCATTERS": False}
     second: Constants = {**plain, "SIZE_K": sizes.inner, "SIZE_N": sizes.width, "GATHERS": False, "SCATTERS": True}
     x = (step_of(use, "x", 0), step_of(use, "x", 1))
-    is_even = sizes.width % 2 == 0 and use.operands["x"].is_contiguous
+    x_rows, h_rows, h = Pointer("x"), rows.h, (sizes.inner, 1)
+    is_even = sizes.width % 2 == 0 and (use.operands["x"].is_contiguous or rows.x_rounded is not None)
+    before: tuple[Launch, ...] = ()
+    between: tuple[Launch, ...] = ()
+    if rows.x_rounded is not None and rows.h_rounded is not None:
+        before = (rounding(use, rows.x_rounded, x_rows, sizes.tokens, sizes.width, x),)
+        between = (rounding(use, rows.h_rounded, h_rows, sizes.pairs, sizes.inner, h),)
+        x_rows, h_rows, x = rows.x_rounded.rows, rows.h_rounded.rows, (sizes.width, 1)
+    x_scales, h_scales = (None if each is None else each.scales for each in (rows.x_rounded, rows.h_rounded))
     return (
-        _product(use, "up", (rows.h, Pointer("x")), x, places, {**first, "X_IN_PAIRS": is_even}, up),
-        _product(use, "down", (rows.rows, rows.h), (sizes.inner, 1), places, {**second, "X_IN_PAIRS": True}, down),
+        before,
+        _product(use, "up", (rows.h, x_rows, x_scales), x, places, {**first, "X_IN_PAIRS": is_even}, up),
+        between,
+        _product(use, "down", (rows.rows, h_rows, h_scales), h, places, {**second, "X_IN_PAIRS": True}, down),
     )
 
 
 def _product(
-    use: Use, name: str, pointers: tuple[Pointer, Pointer], x_steps: tuple[Stride | int, ...],
+    use: Use, name: str, pointers: tuple[Pointer, Pointer, Pointer | None], x_steps: tuple[Stride | int, ...],
     places: experts.Places | None, constants: Mapping[str, int | float | bool | str], tiles: Tiles,
 ) -> Launch:  # fmt: skip
-    """A launch of `product_kernel`: of results and rows, and the weight `name`."""
+    """A launch of `product_kernel`: of results, rows and their scales, and the weight `name`."""
     sizes = _known(use)
     stored = _stored(use, name, int(constants["SIZE_K"]))
     is_half = use.width("x") == 2 and stored["VALUES"] in ("fp4", "int4")
-    block_k = _block_k(tiles.k, int(stored["GROUP_K"]), int(constants["SIZE_K"]), is_fp4=_is_fp4(use))
+    is_exact = _is_exact(use, name, int(constants["SIZE_K"]))
+    # Large tiles are products of eight bits on both sides, whose sums are multiplied by scales, block by block.
+    most_k = INPUT_GROUP if is_exact and tiles.num_warps >= _WARP_GROUPS else tiles.k
+    block_k = _block_k(most_k, int(stored["GROUP_K"]), int(constants["SIZE_K"]), is_fp4=_is_fp4(use))
     most = sizes.pairs
     if places is not None:
         # Each expert that has rows has at most one tile that isn't full.
@@ -246,7 +305,8 @@ def _product(
         f"{_TRITON}:product_kernel",
         (ceildiv(int(constants["SIZE_N"]), tiles.n), most),
         (
-            *pointers, *(given(use, part) for part in parts), Pointer("expert_ids") if places is None else None,
+            *pointers[:2], *(given(use, part) for part in parts), pointers[2],
+            Pointer("expert_ids") if places is None else None,
             *((None, None) if places is None else (places.starts, places.pairs)), *x_steps, *ids,
         ),
         {
@@ -254,12 +314,12 @@ def _product(
             "EXPERTS_BLOCK": power_of_two(sizes.num_experts + 1), "TOP_K": sizes.top_k,
             "HAS_BIAS": use.has(f"{name}_bias"), "BY_PAIR": places is None,
             "X_IN_PAIRS": bool(constants["X_IN_PAIRS"]) and is_half, "LEAST_M": tiles.m >> tiles.halvings,
-            "HALVINGS": tiles.halvings, "BLOCK_N": tiles.n, "BLOCK_K": block_k,
+            "HALVINGS": tiles.halvings, "BLOCK_N": tiles.n, "BLOCK_K": block_k, "ROW_SCALES": row_scales_of(use),
             "PRECISION": "ieee" if use.operands["x"].type.dtype == "float32" else "tf32",
             "SPLITS": 1, "RELEASES_LATE": False, "ASKS_AHEAD": False, "PDL": has_pdl(use),
         },
         tiles.num_warps,
-        _stages(use, tiles, block_k, is_gated=bool(constants["IS_GATED"])),
+        _stages(use, tiles, block_k, 1 if is_exact else use.width("x"), is_gated=bool(constants["IS_GATED"])),
         pdl=has_pdl(use),
     )  # fmt: skip
 
@@ -316,17 +376,17 @@ def _row_bytes(use: Use, size_k: int) -> int:
 def _block_k(most: int, group: int, size_k: int, *, is_fp4: bool) -> int:
     """Columns of a block, at most so many: several groups, all of FP4 and small ones, or a part of one."""
     most = min(most, max(_LEAST_K, power_of_two(size_k)))
-    if is_fp4 or group >= size_k or (group < _LARGE_GROUP and group == power_of_two(group)):
+    if is_fp4 or group >= size_k or _has_several(group):
         return most
     while group % most:
         most //= 2
     return most
 
 
-def _stages(use: Use, tiles: Tiles, block_k: int, *, is_gated: bool) -> int:
-    """Blocks that are on their way to shared memory, as many as fit into it."""
+def _stages(use: Use, tiles: Tiles, block_k: int, width: int, *, is_gated: bool) -> int:
+    """Blocks that are on their way to shared memory, as many as fit into it; numbers of rows have `width` bytes."""
     weight = (2 if is_gated else 1) * tiles.n * block_k
-    stage = weight + tiles.m * block_k * use.width("x")
+    stage = weight + tiles.m * block_k * width
     return max(2, min(tiles.num_stages, shared_bytes(use.target.capability) // stage))
 
 

@@ -2,6 +2,11 @@
 
 An expert's matrices are dequantised by the formulas of `docs/format/v1.md` in float32 and rounded to `x`'s dtype; all
 else is as in `precast.kernels.experts.experts`. So the result is that of weights which were dequantised beforehand.
+
+With a `rounding` the rows that experts multiply are rounded to few bits first, as those do who publish such
+checkpoints: a token's before the first product, and what stands between the products, rounded to `x`'s dtype, before
+the second. Kinds are those of `precast.quantised_linear`'s `activation` whose scales are made of the row: `fp8_token`,
+`fp8_group`, `int8_token`. Weights are not rounded to `x`'s dtype then: all is computed in float32.
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ import torch
 from precast.ir.ops.rows_experts import TRANSPOSED
 from precast.kernels.calls import implements
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
-from precast.kernels.dtypes import FLOAT
+from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.experts.experts import Between, weighted_sum
+from precast.kernels.quantised_linear.quantised_linear import quantise_input
 from precast.kernels.spec import PRODUCT, OpSpec
 
 
@@ -60,17 +66,20 @@ class Stored(NamedTuple):
 
 @implements("quantised_experts")
 def quantised_experts(
-    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, stored: Stored, between: Between
-) -> torch.Tensor:
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, stored: Stored, between: Between,
+    rounding: str,
+) -> torch.Tensor:  # fmt: skip
     """The weighted sum of each token's experts: [T, I] in `x`'s dtype.
 
     `x` [T, I], `expert_ids` [T, K] int64, `expert_weights` [T, K]; biases have `x`'s dtype. Raises ValueError for an
-    activation that `precast.kernels.experts.experts` doesn't name.
+    activation that `precast.kernels.experts.experts` doesn't name, and for a rounding that isn't known.
     """
-    experts = range(stored.up.shape[0])
-    weights = ((stored.matrix("up", expert, x.dtype), stored.matrix("down", expert, x.dtype)) for expert in experts)
+    is_rounded, experts = rounding != "none", range(stored.up.shape[0])
+    dtype = widened(x).dtype if is_rounded else x.dtype
+    weights = ((stored.matrix("up", expert, dtype), stored.matrix("down", expert, dtype)) for expert in experts)
     biases = (stored.up_bias, stored.down_bias)
-    return weighted_sum(x, expert_ids, expert_weights, weights, biases, between)
+    rounded = (lambda rows: quantise_input(rows, rounding)) if is_rounded else None
+    return weighted_sum(x, expert_ids, expert_weights, weights, biases, between, rounded)
 
 
 _PARTS = [f"{name}{part}" for part in ("", "_scales", "_zeros", "_global_scale") for name in ("up", "down")]

@@ -13,7 +13,9 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.experts.records import STEPS
 from precast.kernels.quantised_experts import launches, whole
+from precast.kernels.quantised_experts.rounding import rounding_of
 from precast.kernels.quantised_experts.sizes import sizes_of
+from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
 from precast.kernels.records import Condition, Record, nothing, reference_on_cpu
 from precast.kernels.use import Use
 
@@ -22,13 +24,16 @@ _DEQUANTISED = 24
 intermediate results with their indices."""
 _ROW = 6
 """Rows that are held at once beside an expert's: of the pairs, in the widest type, sorted and put back."""
+_ROUNDED = 6
+"""More of them while they are rounded."""
 
 
 def _one_by_one(use: Use) -> Expr:
     """One expert's matrix while it is dequantised, and the rows of all pairs."""
     sizes = sizes_of(use)
     matrix = mul(_DEQUANTISED, largest((mul(sizes.opened, sizes.width), mul(sizes.width, sizes.inner))))
-    each = mul(_ROW * max(4, use.width("x")), largest((sizes.opened, sizes.width)))
+    copies = _ROW if rounding_of(use) == "none" else _ROW + _ROUNDED
+    each = mul(copies * max(4, use.width("x")), largest((sizes.opened, sizes.width)))
     return add(matrix, mul(sizes.pairs, each), mul(64, sizes.pairs), mul(64, sizes.num_experts))
 
 
@@ -38,12 +43,17 @@ _TRITON: dict[str, Any] = {
 }  # fmt: skip
 _IS_STORED = (
     Condition(
-        f"one of {', '.join(launches.FORMATS)}, groups of 16 or a multiple of 32, sizes that are known at load",
+        f"one of {', '.join(launches.FORMATS)}, groups of 16 or a multiple of 32, sizes that are known at load, at most"
+        f" {LONGEST_ROUNDED} numbers in rows that are rounded",
         launches.is_taken,
     ),
-    Condition("compute capability 8.9 or higher for numbers of float8", launches.has_float8),
+    Condition("compute capability 8.9 or higher for float8", launches.has_float8),
 )
-_IS_WHOLE = (Condition("awq or gptq, whose matrices take at most 4 GiB in the activations' type", whole.is_taken),)
+_IS_WHOLE = (
+    Condition(
+        "awq or gptq, whose matrices take at most 4 GiB in the activations' type, of rows as they are", whole.is_taken
+    ),
+)
 _FEW = 2
 """Up to so many tokens hardly two share an expert, so that three launches are better than four."""
 

@@ -7,6 +7,9 @@ as 8. Sums are float32.
 
 A scale that a whole block of a row shares is multiplied with the block's sum; where a block has several, with the
 values.
+
+Rows that are rounded to few bits have been so before, by `round_kernel` of `precast.kernels.quantised_linear.triton`:
+those of tokens, and those between the products. Float8 times float8 and int8 times int8 are products of eight bits.
 """
 
 # To pyright a kernel that is called by another returns nothing.
@@ -28,6 +31,9 @@ from precast.kernels.quantised_experts.triton_values import (
     int4_halves,
 )
 from precast.kernels.triton_chain import prefetch, wait_for_previous
+
+_ROW_GROUP = tl.constexpr(128)
+"""Neighbours of a row that have a scale together: `INPUT_GROUP` of `precast.kernels.quantised_linear.launches`."""
 
 
 @triton.jit
@@ -77,6 +83,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     zeros_ptr,
     whole_ptr,
     bias_ptr,
+    row_scales_ptr,
     pairs_ptr,
     x_stride_m,
     x_stride_k,
@@ -104,6 +111,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     IS_DIVIDED: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     X_IN_PAIRS: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -112,12 +120,17 @@ def _multiply(  # type: ignore[no-untyped-def]
 ):
     """BLOCK_N numbers of the rows from `first` to `end`, BLOCK_M at most. Pointers of weights are the expert's."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    IS_INT8: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    IS_EXACT: tl.constexpr = IS_INT8 or x_ptr.dtype.element_ty == tl.float8e4nv
+    NOTHING: tl.constexpr = 0 if IS_INT8 else 0.0  # pyright: ignore[reportAssignmentType]
     COUNT: tl.constexpr = 2 * BLOCK_N if IS_GATED else BLOCK_N
     HALVES: tl.constexpr = VALUES == "fp4" or VALUES == "int4"
     BYTES: tl.constexpr = 2 if HALVES else 1  # pyright: ignore[reportAssignmentType]
     BLOCK_B: tl.constexpr = BLOCK_K // BYTES
     WITHIN: tl.constexpr = BLOCK_K > GROUP_K
     GROUPS: tl.constexpr = BLOCK_K // GROUP_K if WITHIN else 1  # pyright: ignore[reportAssignmentType]
+    IS_SCALED: tl.constexpr = WITHIN or VALUES == "fp4"
+    IN_STEPS: tl.constexpr = not IS_SCALED or ROW_SCALES == "steps"  # pyright: ignore[reportAssignmentType]
     row = first + tl.arange(0, BLOCK_M)
     is_row = row < end
     pair = row
@@ -145,7 +158,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     for start in range(begin, last, BLOCK_K):
         is_b = ((start - begin) // BYTES + b < SIZE_K // BYTES)[None, :] if SIZE_K % BLOCK_K != 0 else True
         values = tl.load(weight_ptrs, mask=is_weight[:, None] & is_b, other=0.0)
-        x = tl.load(x_ptrs, mask=is_row[:, None] & is_b, other=0.0)
+        x = tl.load(x_ptrs, mask=is_row[:, None] & is_b, other=0 if X_IN_PAIRS else NOTHING)
         # Those of the next block: they are of too few bytes to be loaded ahead as the values are.
         next_scale, next_zero = _scales_of(
             scales_ptr, zeros_ptr, n, is_weight, start + BLOCK_K, SIZE_K, BLOCK_K, GROUP_N, GROUP_K, ZEROS
@@ -155,13 +168,16 @@ def _multiply(  # type: ignore[no-untyped-def]
         if WITHIN or VALUES == "fp4":
             factor = _each(factor, COUNT, BLOCK_B // GROUPS, GROUPS)
         taken = _each(taken, COUNT, BLOCK_B // GROUPS, GROUPS)
+        if ROW_SCALES == "steps":
+            COUNT_X: tl.constexpr = (SIZE_K + _ROW_GROUP - 1) // _ROW_GROUP
+            of_x = tl.load(row_scales_ptr + source * COUNT_X + start // _ROW_GROUP, mask=is_row, other=0.0)
         if VALUES == "fp4":
             low, high = fp4_halves(values, factor, DTYPE, IN_PAIRS)
         elif VALUES == "int4":
             low, high = int4_halves(values, taken, factor, DTYPE, IN_PAIRS, WITHIN)
-        else:
+        elif not IS_EXACT:
             weight = byte_values(values, taken, factor, VALUES, DTYPE, IN_PAIRS, WITHIN)
-        part = y if WITHIN or VALUES == "fp4" else tl.zeros([COUNT, BLOCK_M], tl.float32)
+        part = tl.zeros([COUNT, BLOCK_M], tl.float32) if IN_STEPS else y
         if HALVES:
             if X_IN_PAIRS:
                 even, odd = halves_of_pairs(x, DTYPE)
@@ -170,15 +186,25 @@ def _multiply(  # type: ignore[no-untyped-def]
                 odd = tl.load(x_ptrs + x_stride_k, mask=is_row[:, None] & is_b, other=0.0)
             part = tl.dot(low, tl.trans(even), part, input_precision=PRECISION)
             part = tl.dot(high, tl.trans(odd), part, input_precision=PRECISION)
+        elif IS_INT8:
+            part = tl.dot(values, tl.trans(x), out_dtype=tl.int32).to(tl.float32)
+        elif IS_EXACT:
+            part = tl.dot(values, tl.trans(x), out_dtype=tl.float32)
         else:
             part = tl.dot(weight, tl.trans(x), part, input_precision=PRECISION)
-        y = part if WITHIN or VALUES == "fp4" else y + part * scale.to(tl.float32)
+        if not IS_SCALED:
+            part *= scale.to(tl.float32)
+        if ROW_SCALES == "steps":
+            part *= of_x[None, :]
+        y = y + part if IN_STEPS else part
         scale, zero = next_scale, next_zero
         weight_ptrs += BLOCK_B
         x_ptrs += BLOCK_B if X_IN_PAIRS else BLOCK_K * x_stride_k
 
     if VALUES == "fp4":
         y = fp4_unshifted(y, IN_PAIRS)
+    if ROW_SCALES == "rows":
+        y *= tl.load(row_scales_ptr + source, mask=is_row, other=0.0)[None, :]
     if WHOLE > 0:
         whole = tl.load(whole_ptr + (n if WHOLE > 1 else n * 0), mask=is_weight, other=1.0).to(tl.float32)
         y = y / whole[:, None] if IS_DIVIDED else y * whole[:, None]
@@ -197,6 +223,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     zeros_ptr,
     whole_ptr,
     bias_ptr,
+    row_scales_ptr,
     ids_ptr,
     starts_ptr,
     pairs_ptr,
@@ -228,6 +255,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     IS_DIVIDED: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     X_IN_PAIRS: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_M: tl.constexpr,
     HALVINGS: tl.constexpr,
@@ -244,8 +272,10 @@ def product_kernel(  # type: ignore[no-untyped-def]
     `VALUES`: "fp4", "int4", two a byte; "float8", "int8", "uint8". A scale is that of GROUP_N rows and GROUP_K columns.
     `SCALES`: "e8m0", "e4m3", or "float". `ZEROS`: as `_scales_of` has it. `WHOLE`: 1 for a scale of all, 2 for one of
     each row, by which sums are multiplied, or divided. `IN_PAIRS`: values are made two at once. `X_IN_PAIRS`: rows of x
-    are read as pairs of neighbours. `SPLITS`: parts of the sums, of which `program_id(2)` makes one, below those before
-    it; by pairs only. `RELEASES_LATE`: the next kernel begins when all that earlier ones wrote is there;
+    are read as pairs of neighbours. `ROW_SCALES`: the rows of x have "none", one each ("rows"), or one for each
+    `_ROW_GROUP` neighbours ("steps"), of which a block has a part. `SPLITS`: parts of the sums, of which
+    `program_id(2)` makes one, below those before it; by pairs only. `RELEASES_LATE`: the next kernel begins when all
+    that earlier ones wrote is there;
     one that `ASKS_AHEAD` reads the pairs' experts by that, and has its weights brought to the L2 cache while the kernel
     in front of it runs.
     """
@@ -290,10 +320,10 @@ def product_kernel(  # type: ignore[no-untyped-def]
         fewer = BLOCK_M >> (halving + 1) if halving < HALVINGS else 0
         if (num_rows <= BLOCK_M >> halving) & (num_rows > fewer):
             _multiply(
-                y_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, whole_ptr, bias_ptr, pairs_ptr, x_stride_m, x_stride_k,
-                first, end, TOP_K, SIZE_K, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION, ALPHA, LIMIT, OFFSET, GATHERS,
-                SCATTERS, BY_PAIR, VALUES, SCALES, GROUP_N, GROUP_K, ZEROS, ZERO_OFFSET, WHOLE, IS_DIVIDED, IN_PAIRS,
-                X_IN_PAIRS, SPLITS, BLOCK_M >> halving, BLOCK_N, BLOCK_K, PRECISION,
+                y_ptr, x_ptr, weight_ptr, scales_ptr, zeros_ptr, whole_ptr, bias_ptr, row_scales_ptr, pairs_ptr,
+                x_stride_m, x_stride_k, first, end, TOP_K, SIZE_K, SIZE_N, HAS_BIAS, IS_GATED, ACTIVATION, ALPHA, LIMIT,
+                OFFSET, GATHERS, SCATTERS, BY_PAIR, VALUES, SCALES, GROUP_N, GROUP_K, ZEROS, ZERO_OFFSET, WHOLE,
+                IS_DIVIDED, IN_PAIRS, X_IN_PAIRS, ROW_SCALES, SPLITS, BLOCK_M >> halving, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from precast.ir.memory.liveness import Operand
 from precast.ir.ops.rows_experts import TRANSPOSED
 from precast.kernels.experts import launches as experts
 from precast.kernels.experts.launches import Sizes, has_pdl
+from precast.kernels.quantised_experts.rounding import rounding_of
 from precast.kernels.quantised_experts.sizes import sizes_of
 from precast.kernels.records import Launch, Launches, Pointer, Stride
 from precast.kernels.use import Use
@@ -28,8 +29,9 @@ _MOST_BYTES = 4 << 30
 
 
 def is_taken(use: Use) -> bool:
-    """Whether the format is one of these, of sizes that are known at load, and there is room for whole numbers."""
-    if use.constant("format") not in TRANSPOSED:
+    """Whether the format is one of these, of sizes that are known at load, rows stay as they are, and there is room for
+    whole numbers."""
+    if use.constant("format") not in TRANSPOSED or rounding_of(use) != "none":
         return False
     sizes = _numbers(use)
     parts = [name for name in use.operands if name.startswith(("up", "down"))]

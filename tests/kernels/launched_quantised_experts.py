@@ -13,7 +13,7 @@ import pytest
 import torch
 from op_samples.draw import Draw, Sample
 from op_samples.quantised import awq, fp8, gptq, int8, mxfp4, nvfp4, packed
-from op_samples.quantised_experts import CLAMPED, Make, experts, quantised_experts
+from op_samples.quantised_experts import CLAMPED, Make, experts, quantised_experts, rounded_experts
 
 from precast.kernels.choices import records_of
 from precast.kernels.launch import as_function, use_of_tensors
@@ -113,6 +113,21 @@ def test_samples(record: Record, same: Callable[..., None]) -> None:
     for sample in quantised_experts(Draw(torch.float32, DEVICE)):
         if is_taken(use_of_tensors("precast.quantised_experts", 1, sample)):
             agrees(record, fitting(record, sample), same)
+
+
+@each_record
+@each_dtype
+def test_rows_that_are_rounded(record: Record, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    """Multiplied as numbers of 8 bits in half precision, by the weights that are such."""
+    for sample in rounded_experts(Draw(dtype, DEVICE)):
+        assert is_taken(use_of_tensors("precast.quantised_experts", 1, sample))
+        agrees(record, fitting(record, sample), same)
+
+
+@each_record
+def test_rows_that_are_rounded_in_float32(record: Record, same: Callable[..., None]) -> None:
+    for sample in rounded_experts(Draw(torch.float32, DEVICE)):
+        agrees(record, fitting(record, sample), same)
 
 
 @each_record

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from op_samples.draw import Draw, Sample
-from op_samples.quantised_experts import FORMATS, experts, mxfp4, quantised_experts
+from op_samples.quantised_experts import FORMATS, experts, mxfp4, quantised_experts, rounded_experts
+from plain_rounding import float8_groups, float8_tokens, int8_tokens
+from torch.nn.functional import linear
 
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.experts import experts as whole
 from precast.kernels.experts import grouped
+from precast.kernels.experts.experts import Between, activate
 from precast.kernels.quantised_experts import one_by_one
 from precast.kernels.quantised_experts import quantised_experts as reference
 
@@ -50,6 +53,51 @@ def test_they_are_experts_that_were_dequantised_before(
     assert {sample["format"] for sample in samples} == set(FORMATS)
     for sample in samples:
         assert torch.equal(found(**sample), expected(**dequantised(sample))), sample["format"]
+
+
+PLAIN = {"fp8_group": float8_groups, "fp8_token": float8_tokens, "int8_token": int8_tokens}
+
+
+@each_pair
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_rounded_before_both_products(
+    found: Callable[..., torch.Tensor], expected: object, dtype: torch.dtype
+) -> None:
+    """Against the plain definitions of their publishers, token by token: weights in float32, and what is between the
+    products in the type of the activations."""
+    samples = list(rounded_experts(Draw(dtype, CPU)))
+    assert {sample["rounding"] for sample in samples} == set(PLAIN)
+    for sample in samples:
+        wide = dequantised({**sample, "x": sample["x"].float()})
+        rounded, between = PLAIN[sample["rounding"]], Between(*(sample.get(name, default) for name, default in USUAL))
+
+        def mlp(
+            token: torch.Tensor, expert: int, wide: Sample = wide, rounded: Any = rounded, between: Between = between
+        ) -> torch.Tensor:
+            up_bias, down_bias = (
+                None if wide[name] is None else wide[name][expert].float() for name in ("up_bias", "down_bias")
+            )
+            h = activate(linear(plain(rounded, token), wide["up"][expert], up_bias), between)
+            return linear(plain(rounded, h.to(dtype).float()), wide["down"][expert], down_bias)
+
+        shares = sample["expert_weights"].float()
+        rows = [
+            sum(
+                (shares[t, j] * mlp(wide["x"][t], e) for j, e in enumerate(ids) if 0 <= e < len(wide["up"])),
+                start=torch.zeros(wide["x"].shape[1]),
+            )
+            for t, ids in enumerate(sample["expert_ids"].tolist())
+        ]
+        plainly = torch.stack(rows) if rows else wide["x"]
+        torch.testing.assert_close(found(**sample).float(), plainly.to(dtype).float(), rtol=2**-7, atol=1e-5)
+
+
+USUAL = (("activation", "silu"), ("gated", True), ("alpha", 1.0), ("limit", None), ("offset", 0.0))
+
+
+def plain(rounded: Callable[[torch.Tensor], torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+    """A row of zeros stays one: the publishers' formulas divide by its largest."""
+    return rounded(row) if row.any() else row
 
 
 @each_pair

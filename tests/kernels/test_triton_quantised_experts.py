@@ -13,10 +13,11 @@ import torch
 from compiled_launches import compiled, stack_bytes
 
 from precast.ir.graph.schema import Const, Dtype, Items, Node, Ref, TensorType, Value
+from precast.ir.graph.symbols import evaluate
 from precast.kernels.choices import cases, records_of, resolve
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.experts.launches import shared_bytes
-from precast.kernels.records import Launch
+from precast.kernels.records import Launch, Pointer
 from precast.kernels.use import Target, Use, use_of
 
 triton = pytest.importorskip("triton", reason="Triton is published for Linux only")
@@ -28,19 +29,18 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 def stored(format: str, num: int, rows: int, columns: int) -> dict[str, TensorType]:
-    """The types of a weight's parts; groups of 128."""
+    """The types of a weight's parts; groups of 128. Scales of blocks are left to the caller."""
     kinds: dict[str, dict[str, tuple[Dtype, tuple[int, ...]]]] = {
         "mxfp4": {"": ("uint8", (columns // 32, 16)), "_scales": ("uint8", (columns // 32,))},
         "nvfp4": {"": ("uint8", (columns // 2,)), "_scales": ("float8_e4m3fn", (columns // 16,))},
         "packed4": {"": ("int32", (columns // 8,)), "_scales": ("bfloat16", (columns // 128,))},
         "awq": {},
         "fp8": {"": ("float8_e4m3fn", (columns,))},
+        "int8": {"": ("int8", (columns,))},
     }
     found = {part: TensorType(dtype, (num, rows, *sizes)) for part, (dtype, sizes) in kinds[format].items()}
     if format == "nvfp4":
         found["_global_scale"] = TensorType("float32", (num, 1, 1))
-    if format == "fp8":
-        found["_scales"] = TensorType("float32", (num, -(-rows // 128), -(-columns // 128)))
     if format == "awq":
         groups, packed = columns // 128, rows // 8
         found |= {"": TensorType("int32", (num, columns, packed)), "_zeros": TensorType("int32", (num, groups, packed))}
@@ -50,19 +50,23 @@ def stored(format: str, num: int, rows: int, columns: int) -> dict[str, TensorTy
 
 def layer(
     format: str, sizes: tuple[int, int, int, int], capability: tuple[int, int] = HOPPER, dtype: Dtype = "bfloat16",
-    **rule: float,
+    rounding: str = "", block: tuple[int, int] = (128, 128), **rule: float,
 ) -> Use:  # fmt: skip
-    """Gated experts for `T` tokens, with biases if there is a rule."""
+    """Gated experts for `T` tokens, with biases if there is a rule; of float8 with a scale a block."""
     num, top_k, width, inner = sizes
     types = {
         "x": TensorType(dtype, ("T", width)), "expert_ids": TensorType("int64", ("T", top_k)),
         "expert_weights": TensorType(dtype, ("T", top_k)),
     }  # fmt: skip
     constants: dict[str, Any] = {"format": format, "activation": "silu", "gated": True, **rule}
+    constants |= {"rounding": rounding} if rounding else {}
     for name, rows, columns in (("up", 2 * inner, width), ("down", width, inner)):
         types |= {f"{name}{part}": kind for part, kind in stored(format, num, rows, columns).items()}
         types |= {f"{name}_bias": TensorType(dtype, (num, rows))} if rule else {}
-        constants |= {f"{name}_block": (128, 128)} if format == "fp8" else {}
+        if format in ("fp8", "int8"):
+            constants[f"{name}_block"] = block
+            shape = num, -(-rows // block[0]), -(-columns // block[1])
+            types[f"{name}_scales"] = TensorType("float32", shape)
     constants |= {"zero_offset": 8} if format == "packed4" else {}
     args: dict[str, Any] = {name: Ref(name) for name in types}
     for name, value in constants.items():
@@ -109,6 +113,41 @@ def test_what_models_need_is_compiled(use: Use, tokens: int, tmp_path: Path) -> 
         assert "cp.async" in ptx
 
 
+ROWS = (1, 1 << 20)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("tokens", [1, 64, 8192])
+@pytest.mark.parametrize(
+    ("use", "small", "large"),
+    [
+        (layer("fp8", QWEN, rounding="fp8_group"), "f16", "e4m3"),
+        (layer("fp8", DEEPSEEK, rounding="fp8_group"), "f16", "e4m3"),
+        (layer("fp8", QWEN, rounding="fp8_token", block=ROWS), "f16", "e4m3"),
+        (layer("int8", QWEN, rounding="int8_token", block=ROWS), "s8", "s8"),
+    ],
+    ids=["Qwen", "DeepSeek", "rows", "int8"],
+)
+def test_rows_of_eight_bits_are_multiplied_as_such(
+    use: Use, small: str, large: str, tokens: int, tmp_path: Path
+) -> None:
+    """For few rows the compiler makes float16 of float8, exactly: on Hopper those of warp groups alone have it."""
+    numbers = large if tokens > 64 else small
+    types = {name: operand.type for name, operand in use.operands.items()} | {"out.0": use.result}
+    own = (":product_kernel", ":round_kernel")
+    launched = [launch for launch in launches_of(use, tokens) if launch.kernel.endswith(own)]
+
+    assert [launch.kernel.rpartition(":")[2] for launch in launched] == ["round_kernel", "product_kernel"] * 2
+    for launch in launched:
+        found = compiled(launch, types)
+        assert found.metadata.shared <= shared_bytes(use.target.capability)
+        assert stack_bytes(found, tmp_path) <= 64  # a few addresses; registers hold the sums
+        assert launch.pdl
+        if launch.kernel.endswith(":product_kernel"):
+            assert re.search(rf"mma\S*\.{numbers}\.{numbers}", found.asm["ptx"])
+            assert "cp.async" in found.asm["ptx"]
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_matrix_that_lies_transposed_is_made_on_the_gpu(tmp_path: Path) -> None:
     use = layer("awq", QWEN)
@@ -142,8 +181,11 @@ def test_one_record_is_for_each_number_of_tokens(name: str, tokens: int) -> None
         layer("fp8", QWEN, AMPERE),
         layer("mxfp4", QWEN, dtype="float64"),
         layer("mxfp4", QWEN, (7, 5)),
+        layer("packed4", QWEN, AMPERE, rounding="fp8_token"),
+        layer("awq", QWEN, rounding="int8_token"),
+        layer("fp8", (8, 2, 1 << 16, 256), rounding="fp8_token"),
     ],
-    ids=["room", "float8", "dtype", "GPU"],
+    ids=["room", "float8", "dtype", "GPU", "float8 of rows", "transposed", "long rows"],
 )
 def test_what_no_kernel_takes_is_dequantised(use: Use) -> None:
     (case,) = cases(use)
@@ -153,6 +195,32 @@ def test_what_no_kernel_takes_is_dequantised(use: Use) -> None:
 
 def test_packed_integers_run_where_float8_does_not() -> None:
     assert all(case.choice.record.kind == "triton" for case in cases(layer("packed4", QWEN, AMPERE)))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 8192])
+@pytest.mark.parametrize("sizes", [QWEN, DEEPSEEK])
+def test_what_is_rounded_has_room_of_its_own(tokens: int, sizes: tuple[int, int, int, int]) -> None:
+    """Parts of the workspace that launches write don't overlap, and end within it."""
+    use = layer("fp8", sizes, rounding="fp8_group")
+    record = resolve(use, {"T": tokens}).record
+    assert not isinstance(record.runs, str)
+    assert not isinstance(record.workspace, str)
+    _, top_k, width, inner = sizes
+    pairs = tokens * top_k
+    rounds = [launch for launch in record.runs(use) if launch.kernel.endswith(":round_kernel")]
+    products = [launch for launch in record.runs(use) if launch.kernel.endswith(":product_kernel")]
+    parts = [
+        (rounds[0].args[0], tokens * width), (rounds[0].args[1], 4 * tokens * -(-width // 128)),
+        (rounds[1].args[0], pairs * inner), (rounds[1].args[1], 4 * pairs * -(-inner // 128)),
+        (rounds[1].args[2], 2 * pairs * inner), (products[1].args[0], 2 * pairs * width),
+    ]  # fmt: skip
+
+    spans = sorted(
+        (int(evaluate(part.offset, {"T": tokens})), size) for part, size in parts if isinstance(part, Pointer)
+    )
+    assert len(spans) == len(parts)
+    begins = [begin for begin, _ in spans[1:]] + [int(evaluate(record.workspace(use), {"T": tokens}))]
+    assert all(begin + size <= after for (begin, size), after in zip(spans, begins, strict=True))
 
 
 # --- the PTX of values, on a CPU ---------------------------------------------------------------------------------

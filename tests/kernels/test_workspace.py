@@ -410,6 +410,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "experts, limited": ("experts", _experts, {"limit": 7.0, "alpha": 1.7, "offset": 1.0}, 1.1),
     "quantised experts": ("quantised_experts", _quantised_experts, {}, 3.0),
     "quantised experts, limited": ("quantised_experts", _quantised_experts, {"limit": 7.0, "offset": 1.0}, 3.0),
+    "quantised experts, rounded": ("quantised_experts", _quantised_experts, {"rounding": "fp8_group"}, 3.0),
     "route": ("route", _route, {}, 2.0),
     "rotary": ("rotary", _rotary, {}, 1.1),
     "rms norm": ("rms_norm", _norm, {"cast_before_scale": True}, 1.05),

@@ -1,5 +1,5 @@
-"""How inputs of linear layers are rounded, as those who publish quantised checkpoints define it: in plain PyTorch, and
-in float32."""
+"""How inputs of linear layers and of experts are rounded, as those who publish quantised checkpoints define it: in
+plain PyTorch, and in float32."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 """Of an input [..., I]."""
@@ -53,6 +55,33 @@ def round_inputs(model: Any, which: str, rounding: Callable[[str], Rounding]) ->
 
 def _rounded(rounding: Rounding, layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     return (rounding(inputs[0].float()),)
+
+
+def round_experts(model: Any, rounding: Rounding) -> None:
+    """Let the experts of a model of transformers, which multiply by `linear` in turn, round the rows before both of
+    their products."""
+    model.set_experts_implementation("eager")
+    for name, layer in model.named_modules():
+        if name.endswith(".experts"):
+            layer.forward = functools.partial(_with_rounded_rows, rounding, layer.forward)
+
+
+def _with_rounded_rows(rounding: Rounding, forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    with _RoundedProducts(rounding):
+        return forward(*args)
+
+
+class _RoundedProducts(TorchFunctionMode):
+    """In which `linear` rounds its input."""
+
+    def __init__(self, rounding: Rounding) -> None:
+        super().__init__()
+        self._rounding = rounding
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            args = (self._rounding(args[0].float()), *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def static(scales: Mapping[str, torch.Tensor], suffix: str) -> Callable[[str], Rounding]:

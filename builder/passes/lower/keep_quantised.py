@@ -51,6 +51,8 @@ _WEIGHTS = {"aten.linear.default": ("weight",), "precast.experts": ("up", "down"
 
 _FORMS = {"aten.linear.default": "precast.quantised_linear", "precast.experts": "precast.quantised_experts"}
 """Those forms."""
+_ROUNDINGS = {"aten.linear.default": "activation", "precast.experts": "rounding"}
+"""What the forms call the argument that says how inputs are rounded."""
 
 
 class Dequantised(NamedTuple):
@@ -78,8 +80,8 @@ def keep_quantised(
 
     What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. A weight that was to
     be quantised while it is read, and can't be kept so, is read as it is stored. `scales`: the type of scales that
-    formats with groups of inputs are published with. `roundings`: of the inputs of linear layers; where they are left
-    out, `left` gets the reason, too.
+    formats with groups of inputs are published with. `roundings`: of the inputs of layers; where they are left out,
+    `left` gets the reason, too.
     """
     weights = _Weights(graph, scales, roundings)
     if left is not None:
@@ -106,6 +108,7 @@ class _Weights:
         self._keep()
         while self._drop():
             pass
+        self._agree()
 
     def left(self) -> Iterator[Dequantised]:
         """The weights that are dequantised."""
@@ -119,10 +122,8 @@ class _Weights:
             wanted = rounding_of(param.recipe, self._roundings)
             if wanted != NONE and name not in self.kept:
                 yield Unrounded(name, "the weight is dequantised")
-            elif wanted != NONE and not _is_matrix(self.kept[name][0]):
-                yield Unrounded(name, "precast.quantised_experts takes inputs as they are")
-            elif wanted.reason:
-                yield Unrounded(name, wanted.reason)
+            elif wanted != NONE and self.kept[name][2].reason:
+                yield Unrounded(name, self.kept[name][2].reason)
 
     def _keep(self) -> None:
         """What recipes say, weight by weight."""
@@ -133,7 +134,8 @@ class _Weights:
                     raise Misfit("another param is tied to it")
                 found = kept(param.recipe, param.type.dtype)
                 parts = stored(found, name, self._scales)
-                rounding = rounding_of(param.recipe, self._roundings) if _is_matrix(found) else NONE
+                rounding = rounding_of(param.recipe, self._roundings)
+                rounding = rounding if _is_matrix(found) else _of_experts(rounding)
                 if rounding.scale is not None:
                     parts.params["input_scale"] = _input_scale(name, rounding.scale)
                 self.kept[name] = found, parts, rounding
@@ -173,6 +175,20 @@ class _Weights:
             if not isinstance(given, Ref) or (place[0], given.name) not in self._bound:
                 formats.add(None)
         return "" if len(formats) == 1 else f"{node.op} takes weights of different formats"
+
+    def _agree(self) -> None:
+        """An op that takes several weights rounds the rows for all of them in one way, or for none."""
+        weights: dict[tuple[str, int], tuple[Node, list[str]]] = {}
+        for place, names in self._bound.items():
+            node, _ = _taker(self._graph, place)
+            if node is not None and len(_WEIGHTS.get(node.op, ())) > 1:
+                weights.setdefault((place[0], id(node)), (node, []))[1].extend(n for n in names if n in self.kept)
+        for node, names in weights.values():
+            if len({self.kept[name][2].kind for name in names}) > 1:
+                reason = f"{_FORMS[node.op]} rounds the rows for both of its weights in one way"
+                for name in names:
+                    whole, parts, _ = self.kept[name]
+                    self.kept[name] = whole, parts, Rounding(reason=reason)
 
     def rewritten(self) -> Graph:
         """The graph with the stored parts of what is kept."""
@@ -242,7 +258,7 @@ class _Weights:
             if whole.zero_offset:
                 args["zero_offset"] = Const(whole.zero_offset)
             if rounding.activation != "none":
-                args["activation"] = Const(rounding.activation)
+                args[_ROUNDINGS[node.op]] = Const(rounding.activation)
             if rounding.bound is not None:
                 bounds.append(_bounded(node, whole.shape[-1], rounding.bound))
                 args["input"] = Ref(bounds[-1].outputs[0].name)
@@ -288,6 +304,15 @@ def _form(whole: Kept, parts: Stored, rounding: Rounding) -> tuple[object, ...]:
 def _is_matrix(whole: Kept) -> bool:
     """Whether it is of a linear layer, not of experts."""
     return len(whole.shape) == 2
+
+
+def _of_experts(wanted: Rounding) -> Rounding:
+    """What `precast.quantised_experts` can do of it: scales that are made of a row."""
+    if wanted.scale is not None:
+        return Rounding(reason="experts whose inputs have a scale in the checkpoint take them as they are")
+    if wanted.bound is not None:
+        return Rounding(reason="experts whose inputs are bounded before they are rounded take them as they are")
+    return wanted
 
 
 def _input_scale(weight: str, stored: Read) -> Param:

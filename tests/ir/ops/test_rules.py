@@ -513,6 +513,7 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("precast.grouped_linear", {**GROUPED, "expert_ids": t("int64", "B")}, "expert_ids: expected shape"),
     ("precast.experts", {**EXPERTS, "gated": False}, "down: expected shape"),
     ("precast.quantised_experts", {**BLOCK_EXPERTS, "gated": False}, "down, dequantised: expected shape"),
+    ("precast.quantised_experts", {**BLOCK_EXPERTS, "rounding": "fp8_tensor"}, "rounding: expected"),
     ("precast.latent_attention", {**LATENT, **LATENT_HEADS, "value_size": 7}, "weight: expected shape"),
     ("precast.write_latent", {**WRITE_LATENT, "cache": f32("P", 4, 18)}, "cache's last dimension"),
     ("precast.paged_latent_attention", {**LATENT_PAGES, "cache": f32("P", 4, 20)}, "weight: expected shape"),

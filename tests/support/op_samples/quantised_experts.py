@@ -63,4 +63,31 @@ def quantised_experts(draw: Draw) -> Iterator[Sample]:
         yield experts(draw, mxfp4, tokens, 1, 3, 32, 32)
 
 
-SAMPLES = {("precast.quantised_experts", 1): quantised_experts}
+def rounded_experts(draw: Draw) -> Iterator[Sample]:
+    """Whose rows are rounded, of weights that are multiplied as they are stored, and of others. Rows have several
+    groups of 128, a group and a part, and parts alone; one is of zeros, and some lie apart."""
+    blocks, rows = partial(fp8, block=(128, 128)), partial(fp8, block=(1, 512))
+    others = [partial(fp8, block=each) for each in ((32, 64), (8, 32), (512, 512))]
+    for make in (blocks, rows, *others):
+        for rounding in ("fp8_group", "fp8_token"):
+            yield experts(draw, make, 9, 2, 3, 288, 160) | {"rounding": rounding}
+    int8_rows = partial(int8, block=(1, 512))
+    for make in (int8_rows, partial(int8, block=(8, 32), zeros=True), partial(packed, size=32)):
+        yield experts(draw, make, 9, 2, 3, 96, 160, bias=True) | {"rounding": "int8_token"}
+    yield experts(draw, mxfp4, 9, 2, 3, 160, 32) | {"rounding": "fp8_group"}
+    yield {**experts(draw, rows, 7, 3, 4, 130, 48, bias=True), **CLAMPED, "rounding": "fp8_group"}
+    sample = experts(draw, int8_rows, 6, 2, 3, 48, 32, gated=False) | {"rounding": "int8_token", "activation": "relu2"}
+    sample["x"][2] = 0
+    yield sample
+    sample = experts(draw, rows, 8, 2, 3, 160, 32) | {"rounding": "fp8_token"}
+    yield {**sample, "x": draw.normal(16, 160, scale=0.1)[::2], "expert_ids": draw.integers(-1, 5, 8, 2)}
+    for tokens in (1, 0):
+        yield experts(draw, blocks, tokens, 1, 3, 32, 32) | {"rounding": "fp8_group"}
+
+
+def all_experts(draw: Draw) -> Iterator[Sample]:
+    yield from quantised_experts(draw)
+    yield from rounded_experts(draw)
+
+
+SAMPLES = {("precast.quantised_experts", 1): all_experts}
