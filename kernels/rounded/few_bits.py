@@ -21,8 +21,8 @@ def _on_float8s_grid(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def scales_of_groups(groups, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """A scale for each row of `groups`, float32: the largest magnitude over that of KIND, `fp8` or `int8`."""
-    MOST: tl.constexpr = 448.0 if KIND == "fp8" else 127.0
-    return tl.div_rn(tl.max(tl.abs(groups), 1), tl.full((groups.shape[0],), MOST, tl.float32))
+    most = tl.full((groups.shape[0],), 448.0 if KIND == "fp8" else 127.0, tl.float32)
+    return tl.div_rn(tl.max(tl.abs(groups), 1), most)
 
 
 @triton.jit
