@@ -16,6 +16,7 @@ _SUMMED: Mapping[str, tuple[tuple[str, int], ...]] = {
     "aten.linear.default": (("weight", 1),),
     "precast.gated_linear": (("weight", 1),),
     "precast.quantised_linear": (("input", -1),),
+    "precast.rounded_linear": (("input", -1),),
     "precast.quantised_experts": (("down", 0), ("down", 1), ("down", 2)),
     "aten.addmm.default": (("mat2", 0),),
     "aten.matmul.default": (("self", -1),),

@@ -13,6 +13,7 @@ from precast.ir.verify import verifier
 from precast.kernels.choices import cases
 from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.use import GPU, Target, types_in, use_of
+from precast.loader.weights.stored_checks import checks
 
 GRAPH = """
 symbols { T: 1.. }
@@ -53,6 +54,7 @@ def test_a_norm_and_a_gate_round_for_the_layers_behind_them(rounding: str) -> No
     verifier.check(made)
     first = ["rounded_rms_norm", "rounded_linear", "rounded_linear", "rounded_gated_activation", "rounded_linear"]
     assert ops(made) == first
+    assert list(checks(made)) == list(checks(graph))  # of scales, while they are read
     assert with_rounded_inputs(made, GPU) is made
     assert parse_graph(format_graph(made)) == made
 
