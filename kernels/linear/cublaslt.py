@@ -295,15 +295,16 @@ class ScaledProduct(Product):
 
     def __call__(  # type: ignore[override]
         self, out: int, input: int, weight: int, bias: int | None, weight_scales: int, input_scales: int,
-        workspace: int, spare: int | None, rows: int, *, stream: int,
+        workspace: int, last: int | None, spare: int | None, rows: int, *, stream: int,
     ) -> None:  # fmt: skip
-        """Multiply on a stream, captured or not. `spare`: in `blocks`, memory for a result of `BLOCK_ROWS` rows; the
-        rest of a number of rows is multiplied there, and copied. Input and scales are in memory for a multiple of it.
+        """Multiply on a stream, captured or not. In `blocks`, the rows beyond a multiple of `BLOCK_ROWS` are a product
+        of their own: of the input's rows at `last`, in memory for `BLOCK_ROWS`, into `spare`, memory for a result of as
+        many, from where it is copied.
 
         Raises RuntimeError with the library's status if it refuses, and for addresses that are no multiples of 16.
         """
         given = {"result": out, "input": input, "weight": weight, "bias": bias or 0, "weight's scales": weight_scales,
-                 "input's scales": input_scales, "spare": spare or 0}  # fmt: skip
+                 "input's scales": input_scales, "input's last rows": last or 0, "spare": spare or 0}  # fmt: skip
         if odd := [f"{name} {address:#x}" for name, address in given.items() if address % self._aligned_to(name)]:
             raise RuntimeError(
                 f"cuBLASLt multiplies float8 at multiples of {ALIGNED} bytes, and not at {', '.join(odd)}"
@@ -313,8 +314,9 @@ class ScaledProduct(Product):
         if whole:
             self._multiply(out, input, weight, bias, (weight_scales, input_scales), workspace, whole, stream)
         if rest:
-            assert spare is not None, "blocks have memory beside the result"
-            last, scales = input + whole * self._inputs, input_scales + 4 * whole * (self._inputs // BLOCK)
+            assert last is not None, "blocks say where the input's last rows are"
+            assert spare is not None, "and have memory beside the result"
+            scales = input_scales + 4 * whole * (self._inputs // BLOCK)
             self._multiply(spare, last, weight, bias, (weight_scales, scales), workspace, BLOCK_ROWS, stream)
             row_bytes = self._out_bytes * self._outputs
             _copy(out + whole * row_bytes, spare, rest * row_bytes, stream)

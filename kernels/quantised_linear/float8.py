@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from precast.ir.graph.schema import Expr
-from precast.ir.graph.symbols import add, ceildiv, mul, numel
+from precast.ir.graph.symbols import add, ceildiv, floordiv, mul, numel
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.linear import records as linear
 from precast.kernels.linear.cublaslt import ALIGNED, BLOCK, BLOCK_ROWS
-from precast.kernels.quantised_linear.launches import aligned, input_of, is_given, rounding, scales_laid, sizes_of
+from precast.kernels.quantised_linear.launches import aligned, input_laid, input_of, is_given, rounding, sizes_of
 from precast.kernels.records import Launch, Pointer
 from precast.kernels.use import Use
 
@@ -58,9 +58,13 @@ def lies_ready(use: Use) -> bool:
 
 
 class _Space(NamedTuple):
-    """The workspace: the rounded input, and from these bytes on its scales, the weight's scale for each output, the
-    result of `BLOCK_ROWS` rows, what the library takes, and its end."""
+    """The workspace: the rounded input, and from these bytes on its last rows, which are multiplied as `BLOCK_ROWS`;
+    its scales; the weight's scale for each output; the result of `BLOCK_ROWS` rows; what the library takes; its end.
 
+    Of an input that is given, copies of the last rows alone are there.
+    """
+
+    last: Expr
     scales: Expr
     spread: Expr
     spare: Expr
@@ -74,11 +78,13 @@ def _space(use: Use) -> _Space:
     in_blocks = kind == "blocks"
     held = mul(BLOCK_ROWS, ceildiv(rows, BLOCK_ROWS)) if in_blocks else rows
     each = sizes.inputs // BLOCK if in_blocks else 0 if kind == "one" or is_given(use) else 1
-    scales = 0 if is_given(use) else aligned(mul(held, sizes.inputs))
+    last = 0 if is_given(use) else mul(BLOCK_ROWS * sizes.inputs, floordiv(rows, BLOCK_ROWS))
+    copied = BLOCK_ROWS if in_blocks else 0
+    scales = aligned(mul(copied if is_given(use) else held, sizes.inputs))
     spread = add(scales, aligned(mul(4 * each, held)))
     spare = add(spread, aligned(4 * sizes.outputs) if _is_spread(use) else 0)
     library = add(spare, aligned(element_bytes(use.result.dtype) * BLOCK_ROWS * sizes.outputs) if in_blocks else 0)
-    return _Space(scales, spread, spare, library, add(library, linear.workspace_bytes(sizes.outputs)))
+    return _Space(last, scales, spread, spare, library, add(library, linear.workspace_bytes(sizes.outputs)))
 
 
 def _is_spread(use: Use) -> bool:
@@ -105,6 +111,7 @@ def launches(use: Use) -> tuple[Launch, ...]:
     if is_given(use) and kind == "rows":
         scales = Pointer("input_scales")
     spread = Pointer("workspace", "float32", space.spread) if _is_spread(use) else None
+    in_blocks = kind == "blocks"
     product = Launch(
         "precast.kernels.linear.cublaslt:ScaledProduct",
         grid=(rows,),
@@ -112,7 +119,8 @@ def launches(use: Use) -> tuple[Launch, ...]:
             Pointer("out.0"), input_of(use), Pointer("weight"),
             Pointer("bias") if use.has("bias") else None, spread or Pointer("scales"),
             scales or Pointer("input_scale"), Pointer("workspace", "uint8", space.library),
-            Pointer("workspace", use.dtype, space.spare) if kind == "blocks" else None, rows,
+            Pointer("workspace", "float8_e4m3fn", space.last) if in_blocks else None,
+            Pointer("workspace", use.dtype, space.spare) if in_blocks else None, rows,
         ),
         constants={
             "dtype": use.dtype, "outputs": sizes.outputs, "inputs": sizes.inputs, "bias": use.has("bias"),
@@ -121,6 +129,7 @@ def launches(use: Use) -> tuple[Launch, ...]:
         library=True,
     )  # fmt: skip
     if not is_given(use):
-        return rounding(use, scales, by_groups=kind == "blocks", spread=spread), product
-    in_blocks = kind == "blocks"
-    return (*((scales_laid(use, scales if in_blocks else None, spread),) if in_blocks or spread else ()), product)
+        return rounding(use, scales, by_groups=in_blocks, spread=spread), product
+    if in_blocks:
+        return input_laid(use, scales, Pointer("workspace", "int32", space.last), None), product
+    return (*((input_laid(use, None, None, spread),) if spread else ()), product)

@@ -102,8 +102,12 @@ def _block(use: Use) -> tuple[int, int] | None:
 
 
 def is_short(use: Use) -> bool:
-    """Whether one program can round a row of the input, if it is rounded."""
-    return _activation(use) == "none" or (use.number("input", -1) or 0) <= LONGEST_ROUNDED
+    """Whether one program can round a row of the input, where all of it has one scale, and isn't rounded yet."""
+    return is_given(use) or not _has_scale_of_row(use) or (use.number("input", -1) or 0) <= LONGEST_ROUNDED
+
+
+def _has_scale_of_row(use: Use) -> bool:
+    return _activation(use) in ("fp8_token", "int8_token")
 
 
 def values_of_a_word(use: Use) -> int:
@@ -264,7 +268,7 @@ def rounding(use: Use, scales: Pointer | None, *, by_groups: bool = False, sprea
     rows, sizes, activation = rows_of(use, "input"), _sizes(use), _activation(use)
     has_pdl = use.target.capability >= (9, 0)
     kind = activation.partition("_")[0]
-    if activation in ("fp8_token", "int8_token"):
+    if _has_scale_of_row(use):
         group = block = power_of_two(max(sizes.inputs, INPUT_GROUP))
     else:
         group, block = INPUT_GROUP if activation == "fp8_group" else 0, _ROUNDED_AT_ONCE
@@ -284,16 +288,17 @@ def rounding(use: Use, scales: Pointer | None, *, by_groups: bool = False, sprea
     )  # fmt: skip
 
 
-def scales_laid(use: Use, scales: Pointer | None, spread: Pointer | None) -> Launch:
-    """The scales of groups of an input that is given, as `rounding` lays them `by_groups`; and `spread` as there."""
+def input_laid(use: Use, scales: Pointer | None, last: Pointer | None, spread: Pointer | None) -> Launch:
+    """Of an input that is given, the scales of groups as `rounding` lays them `by_groups`, and as int32 the last rows,
+    whose scales lie apart; or `spread` as there."""
     sizes, rows, has_pdl = _sizes(use), numel(use.shape("input")[:-1]), use.target.capability >= (9, 0)
     count = 0 if scales is None else -(-sizes.inputs // INPUT_GROUP)
     return Launch(
-        f"{_KERNELS}:lay_scales_kernel",
+        f"{_KERNELS}:lay_input_kernel",
         grid=(ceildiv(mul(count, rows), _ROUNDED_AT_ONCE) if count else ceildiv(sizes.outputs, _ROUNDED_AT_ONCE),),
         args=(
-            scales, spread, None if scales is None else Pointer("input_scales"),
-            None if spread is None else Pointer("scales"), rows,
+            scales, last, spread, None if scales is None else Pointer("input_scales"),
+            None if last is None else Pointer("input", "int32"), None if spread is None else Pointer("scales"), rows,
         ),
         constants={
             "GROUPS": count, "OUTPUTS": 0 if spread is None else sizes.outputs, "BLOCK": _ROUNDED_AT_ONCE,

@@ -83,7 +83,7 @@ _TRITON: dict[str, Any] = {
         Condition("compute capability 8.9 or higher for float8", _has_float8),
         Condition("parts of the weight in row-major order", _lie_side_by_side),
         Condition("an input with at most two axes of more than one row", lambda use: has_rows(use, "input")),
-        Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that are rounded", launches.is_short),
+        Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that have one scale", launches.is_short),
     ),
 }  # fmt: skip
 
@@ -146,8 +146,12 @@ _QUANTISED = (
 )
 
 
+_GIVEN = "input", "input_scales"
+
+
 def _takes_as_stored(use: Use) -> bool:
-    return launches.is_exact(use) and all(use.operands[name].is_contiguous for name in ("input", "input_scales"))
+    is_known = launches.sizes_of(use) is not None
+    return is_known and launches.is_exact(use) and all(use.operands[each].is_contiguous for each in _GIVEN)
 
 
 def _of_rounded(record: Record) -> Record:

@@ -147,7 +147,7 @@ _TAKES = (
         "Triton, which rounds the input, if it is rounded",
         lambda use: not _is_rounded(use) or "triton" in use.target.kinds,
     ),
-    Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that are rounded", launches.is_short),
+    Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that have one scale", launches.is_short),
     Condition("weight, scales and bias in row-major order that no op makes", _is_static),
 )
 

@@ -102,10 +102,12 @@ def round_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lay_scales_kernel(  # type: ignore[no-untyped-def]
+def lay_input_kernel(  # type: ignore[no-untyped-def]
     laid_ptr,
+    last_ptr,
     spread_ptr,
     scales_ptr,
+    words_ptr,
     weight_scale_ptr,
     num_rows,
     GROUPS: tl.constexpr,
@@ -113,13 +115,20 @@ def lay_scales_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`scales_ptr` [rows, GROUPS] as `round_kernel` lays them BY_GROUPS, if there are any; and what it spreads."""
+    """`scales_ptr` [rows, GROUPS] as `round_kernel` lays them BY_GROUPS, and the last rows of `words_ptr`, int32, whose
+    scales lie apart, to `last_ptr`; or, without GROUPS, what that kernel spreads."""
     wait_for_previous(PDL)
     if GROUPS:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = i // GROUPS
         scales = tl.load(scales_ptr + i, mask=row < num_rows)
         tl.store(laid_ptr + _place_by_groups(row, i % GROUPS, num_rows, GROUPS), scales, mask=row < num_rows)
+        WORDS: tl.constexpr = GROUPS * (_INPUT_GROUP // 4)
+        count = num_rows % _BLOCK_ROWS * WORDS
+        before = (num_rows - num_rows % _BLOCK_ROWS + tl.zeros((BLOCK,), tl.int64)) * WORDS
+        for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            n = start + tl.arange(0, BLOCK)
+            tl.store(last_ptr + n, tl.load(words_ptr + before + n, mask=n < count), mask=n < count)
     if OUTPUTS:
         _spread(spread_ptr, weight_scale_ptr, tl.program_id(0), tl.num_programs(0), OUTPUTS, BLOCK)
 

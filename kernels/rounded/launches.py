@@ -5,6 +5,7 @@ from __future__ import annotations
 from precast.ir.graph.symbols import ceildiv, mul
 from precast.ir.ops.rows_rounded import INPUT_GROUP
 from precast.kernels.blocks import num_warps, power_of_two
+from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.rows import known, overlaps, real, rows_of, tile_of
 from precast.kernels.use import Use
@@ -75,6 +76,11 @@ def rounded_gate(use: Use) -> tuple[Launch, ...]:
             pdl=has_pdl,
         ),
     )
+
+
+def gate_fits(use: Use) -> bool:
+    """Whether one program can round a row of the result, where all of it has one scale."""
+    return not _has_scale_of_row(use) or known(use, "x", -1) // 2 <= LONGEST_ROUNDED
 
 
 def _input_scale(use: Use) -> Pointer | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul, numel
 from precast.kernels.gated_activation import records as gates
+from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
 from precast.kernels.records import Condition, Launches, Record, reference
 from precast.kernels.rms_norm import records as norms
 from precast.kernels.rounded import launches
-from precast.kernels.rows import HAS_SHORT_ROWS, in_triton
+from precast.kernels.rows import HAS_ROWS, HAS_SHORT_ROWS, in_triton
 from precast.kernels.use import Use, width
 
 _FLOAT8 = (8, 9)
@@ -19,9 +20,12 @@ def _has_float8(use: Use) -> bool:
     return use.target.capability >= _FLOAT8 or use.constant("activation") == "int8_token"
 
 
-def _triton(op: str, runs: Launches, *computed: str) -> Record:
-    conditions = HAS_SHORT_ROWS, Condition("compute capability 8.9 or higher for float8", _has_float8)
-    return in_triton(f"precast.{op}", runs, ("x", *computed), *conditions)
+_GATE_FITS = Condition(f"rows of at most {LONGEST_ROUNDED} values that have one scale", launches.gate_fits)
+
+
+def _triton(op: str, runs: Launches, *takes: Condition, computed: tuple[str, ...] = ("x",)) -> Record:
+    has_float8 = Condition("compute capability 8.9 or higher for float8", _has_float8)
+    return in_triton(f"precast.{op}", runs, computed, *takes, has_float8)
 
 
 def _rounding(use: Use) -> Expr:
@@ -38,10 +42,10 @@ def _gate(use: Use) -> Expr:
 
 
 RECORDS = (
-    _triton("rounded_rms_norm", launches.rounded_norm, "weight"),
+    _triton("rounded_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),
     reference("precast.rounded_rms_norm", "rounded.rounded", _norm),
-    _triton("rounded_residual_rms_norm", launches.rounded_norm, "weight"),
+    _triton("rounded_residual_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),
     reference("precast.rounded_residual_rms_norm", "rounded.rounded", _norm),
-    _triton("rounded_gated_activation", launches.rounded_gate),
+    _triton("rounded_gated_activation", launches.rounded_gate, HAS_ROWS, _GATE_FITS),
     reference("precast.rounded_gated_activation", "rounded.rounded", _gate),
 )

@@ -4,12 +4,14 @@ in Triton's interpreter and on GPUs. `test_triton.py` runs this file in a proces
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cublaslt_by_hand import CublasLt
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of
@@ -18,8 +20,11 @@ from precast.ir.ops.rows_rounded import ROUNDINGS
 from precast.kernels import registry
 from precast.kernels.choices import fitting, records_of
 from precast.kernels.launch import Launched, as_function, use_of_tensors
+from precast.kernels.linear import cublaslt
+from precast.kernels.named import named
 from precast.kernels.quantised_linear import float8
 from precast.kernels.quantised_linear.quantised_linear import few_bits, from_few_bits
+from precast.kernels.quantised_linear.rounded_linear import rounded_linear
 from precast.kernels.records import Pointer
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,6 +82,14 @@ def test_rows_anywhere(rows: int, width: int, activation: str, dtype: torch.dtyp
     check("rounded_gated_activation", {"x": draw.normal(2 * width, rows).t(), "kind": "silu", **more}, same)
 
 
+@pytest.mark.parametrize(("activation", "width"), [("fp8_token", 32768), ("int8_token", 20000), ("fp8_group", 40001)])
+@each_dtype
+def test_wide_gates(activation: str, width: int, dtype: torch.dtype, same: Callable[..., None]) -> None:
+    """Of more than a program of a norm holds, where one program does not have the whole row."""
+    x = Draw(dtype, DEVICE).normal(2, 2 * width)
+    check("rounded_gated_activation", {"x": x, "kind": "silu", "input_scale": None, "activation": activation}, same)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 9, 33, 130, 257])
 @pytest.mark.parametrize(
     ("activation", "weight"),
@@ -110,8 +123,8 @@ def test_layers_are_those_that_round_themselves(rows: int, activation: str, weig
 
 @pytest.mark.parametrize("rows", [3, 4, 18])
 @pytest.mark.parametrize(("activation", "block"), [("fp8_token", (208, 1536)), ("fp8_group", (128, 128))])
-def test_scales_lie_as_cublaslt_wants_them(activation: str, block: tuple[int, int], rows: int) -> None:
-    """As what rounds the input lays them."""
+def test_what_cublaslt_is_given(activation: str, block: tuple[int, int], rows: int) -> None:
+    """Scales as what rounds the input lays them, and in blocks the last rows, in memory for four."""
     draw = Draw(torch.float16, DEVICE)
     x, weight = draw.normal(1, rows, 1536), quantised.fp8(draw, 208, 1536, block)
     values, scales = (part.contiguous() for part in few_bits(x.float(), activation))
@@ -122,7 +135,7 @@ def test_scales_lie_as_cublaslt_wants_them(activation: str, block: tuple[int, in
     }  # fmt: skip
 
     def laid(op: str, sample: Sample) -> list[torch.Tensor]:
-        """The scales that the product is given: of the weight, and of the input."""
+        """What the product is given: scales of the weight, of the input, and the input's last rows."""
         use = use_of_tensors(f"precast.{op}", 1, sample)
         first, product = float8.launches(use)
         memory = torch.full((int(float8.workspace(use)),), 0x7F, dtype=torch.uint8, device=DEVICE)
@@ -132,11 +145,61 @@ def test_scales_lie_as_cublaslt_wants_them(activation: str, block: tuple[int, in
         )
         Launched([first._replace(args=args)])(**{k: v for k, v in sample.items() if v is not None}, out=memory)
         counts = 208, 12 * -(-rows // 4) * 4 if activation == "fp8_group" else rows
-        return [
+        scales = [
             memory[arg.offset :].view(torch.float32)[:count] if arg.tensor == "workspace"
             else sample[arg.tensor].flatten()[:count]
             for arg, count in zip(product.args[4:6], counts, strict=True) if isinstance(arg, Pointer)
         ]  # fmt: skip
+        if activation != "fp8_group":
+            return scales
+        last, spare = product.args[7:9]
+        assert isinstance(last, Pointer)
+        assert isinstance(spare, Pointer)
+        assert rows % 4 == 0 or last.offset + 4 * 1536 <= spare.offset  # type: ignore[operator]
+        return [*scales, memory[last.offset :][: rows % 4 * 1536]]
 
-    for found, expected in zip(laid("rounded_linear", given), laid("quantised_linear", own), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    found = laid("rounded_linear", given)
+    for each, expected in zip(found, laid("quantised_linear", own), strict=True):
+        torch.testing.assert_close(each, expected, rtol=0, atol=0, equal_nan=True)
+    if activation == "fp8_group":
+        assert torch.equal(found[2], values.view(torch.uint8)[0, rows // 4 * 4 :].flatten())
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="test_cublaslt.py multiplies on GPUs")
+@pytest.mark.parametrize("rows", [3, 4, 18])
+@pytest.mark.parametrize(("activation", "block"), [("fp8_token", (208, 512)), ("fp8_group", (128, 128))])
+def test_cublaslt_multiplies_what_it_is_given(
+    activation: str, block: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All launches, with the library by hand. Nothing is read behind the input."""
+    found = CublasLt(7)
+    monkeypatch.setattr(cublaslt, "_library", lambda: found)
+    monkeypatch.setattr(cublaslt, "_handle_here", lambda: ctypes.c_void_p(1))
+    monkeypatch.setattr(cublaslt, "_copy", lambda to, source, count, stream: ctypes.memmove(to, source, count))
+    draw = Draw(torch.float16, DEVICE)
+    values, scales = few_bits(draw.normal(1, rows, 512).float(), activation)
+    behind = torch.full((1, 4, 512), torch.nan).to(values.dtype)
+    stored = torch.cat([each.view(torch.uint8) for each in (values, behind)], 1).view(values.dtype)
+    given = {
+        "input": stored[:, :rows], "input_scales": scales.clone(), **quantised.fp8(draw, 208, 512, block),
+        "input_scale": None, "bias": draw.normal(208), "dtype": torch.float16, "activation": activation,
+    }  # fmt: skip
+    use = use_of_tensors("precast.rounded_linear", 1, given)
+    first, product = float8.launches(use)
+    memory = torch.full((int(float8.workspace(use)),), 0x7F, dtype=torch.uint8)
+    y = torch.full((1, rows, 208), torch.nan, dtype=torch.float16)
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    in_memory = tuple(
+        arg._replace(tensor="out.0") if isinstance(arg, Pointer) and arg.tensor == "workspace" else arg
+        for arg in first.args
+    )
+    Launched([first._replace(args=in_memory)])(**{name: x for name, x in given.items() if x is not None}, out=memory)
+    addresses = [
+        (tensors | {"workspace": memory, "out.0": y})[arg.tensor].data_ptr() + int(arg.offset)  # type: ignore[arg-type]
+        if isinstance(arg, Pointer) else arg
+        for arg in product.args
+    ]  # fmt: skip
+
+    named(product.kernel)(**product.constants)(*addresses, stream=0)
+
+    torch.testing.assert_close(y, rounded_linear(**given), rtol=2e-3, atol=2e-3)

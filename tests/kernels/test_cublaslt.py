@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -21,8 +22,9 @@ from precast.kernels.linear import cublaslt
 from precast.kernels.linear.cublaslt import Product, ScaledProduct, class_of, text_of
 from precast.kernels.linear.records import RECORDS, product, workspace_bytes
 from precast.kernels.measured import Machine, MeasuredProduct, Table
-from precast.kernels.quantised_linear.quantised_linear import quantised_linear
+from precast.kernels.quantised_linear.quantised_linear import few_bits, quantised_linear
 from precast.kernels.quantised_linear.records import RECORDS as QUANTISED
+from precast.kernels.quantised_linear.rounded_linear import rounded_linear
 from precast.kernels.use import GPU, Use, use_of
 
 RECORD = next(record for record in RECORDS if record.name == "cublaslt.linear")
@@ -242,7 +244,8 @@ def in_groups(scales: torch.Tensor, whole: int) -> torch.Tensor:
 def test_products_of_float8_by_hand(
     library: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, scales: str, rows: int, bias: bool
 ) -> None:
-    """Also of what is no multiple of 4, which blocks are; nothing is written after the result."""
+    """Also of what is no multiple of 4, which blocks are: of these rows the last lie elsewhere, and are read there
+    alone. Nothing is written after the result."""
     library()
     monkeypatch.setattr(cublaslt, "_copy", lambda to, source, count, stream: ctypes.memmove(to, source, count))
     x, weight = quantised.float8(CPU, 24, 512, scale=1.0), quantised.float8(CPU, 144, 512, scale=1.0)
@@ -251,8 +254,13 @@ def test_products_of_float8_by_hand(
     added = CPU.normal(144).half() if bias else None
     given = in_groups(of_input, rows // 4 * 4) if scales == "blocks" else of_input.clone()
     y, spare = (torch.full((count, 144), torch.nan, dtype=torch.float16) for count in (rows + 1, 4))
-    addresses = [each.data_ptr() for each in (y, x, weight)]
-    after = [of_weight.data_ptr(), given.data_ptr(), 0, spare.data_ptr() if scales == "blocks" else None]
+    stored, last = x.clone(), torch.full((4, 512), torch.nan).to(x.dtype)
+    if scales == "blocks":
+        last[: rows % 4] = x[rows // 4 * 4 : rows]
+        stored[rows // 4 * 4 :] = torch.nan
+    addresses = [each.data_ptr() for each in (y, stored, weight)]
+    beside = (last.data_ptr(), spare.data_ptr()) if scales == "blocks" else (None, None)
+    after = [of_weight.data_ptr(), given.data_ptr(), 0, *beside]
 
     scaled(scales, bias=bias)(*addresses, None if added is None else added.data_ptr(), *after, rows, stream=0)
 
@@ -267,7 +275,7 @@ def test_addresses_of_float8_are_multiples_of_16(library: Callable[..., Any]) ->
     library()
 
     with pytest.raises(RuntimeError, match=r"multiples of 16 bytes, and not at input 0x18, input's scales 0x34$"):
-        scaled("rows")(16, 24, 32, None, 48, 52, 0, None, 17, stream=0)
+        scaled("rows")(16, 24, 32, None, 48, 52, 0, None, None, 17, stream=0)
 
 
 def test_what_is_tried_where_few_rows_have_no_proposal(library: Callable[..., Any]) -> None:
@@ -469,8 +477,8 @@ def float8_layer(name: str, outputs: int, inputs: int, rows: int, *, dtype: torc
     )
 
 
-def float8_record(name: str) -> Any:
-    wanted = f"cublaslt.quantised_linear_of_float8_{FLOAT8[name][0]}"
+def float8_record(name: str, op: str = "quantised_linear") -> Any:
+    wanted = f"cublaslt.{op}_of_float8_{FLOAT8[name][0]}"
     return next(record for record in QUANTISED if record.name == wanted)
 
 
@@ -498,6 +506,24 @@ def test_products_of_float8(name: str, outputs: int, inputs: int, dtype: torch.d
         spread = float(expected.float().std())
         torch.testing.assert_close(memory[:rows], expected, rtol=1e-2, atol=1e-2 * spread)
         assert memory[rows].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("scales")
+@pytest.mark.parametrize(("outputs", "inputs"), [(208, 512), (6144, 4096)])
+@pytest.mark.parametrize("name", FLOAT8)
+def test_products_of_float8_that_is_given(name: str, outputs: int, inputs: int) -> None:
+    """An op in front has rounded the input."""
+    multiply = as_function(float8_record(name, "rounded_linear"))
+    for rows in (17, 64, 255):
+        own = float8_layer(name, outputs, inputs, rows, dtype=torch.bfloat16, bias=True)
+        values, scales = few_bits(own["input"].float(), own["activation"], own["input_scale"])
+        given = {key: value for key, value in own.items() if key in inspect.signature(rounded_linear).parameters}
+        given |= {"input": values.contiguous(), "input_scales": scales.clone(), "dtype": torch.bfloat16}
+
+        found, expected = multiply(**given), rounded_linear(**given)
+
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.float().std()))
 
 
 @pytest.mark.gpu

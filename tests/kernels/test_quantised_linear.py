@@ -21,6 +21,7 @@ from precast.ir.graph.schema import (
     Const,
     Dequantise,
     Dtype,
+    DtypeArg,
     Expr,
     Graph,
     Items,
@@ -192,6 +193,19 @@ def _with(given: Use, name: str, dtype: Dtype | None = None, shape: tuple[int, .
     return given._replace(operands={**given.operands, name: held._replace(type=kind, **lies)})
 
 
+def rounded_in_front(given: Use) -> Use:
+    """The layer over the same input, rounded to float8 by an op in front."""
+    types = {name: each.type for name, each in given.operands.items()}
+    *rows, inputs = types["input"].shape
+    assert isinstance(inputs, int)
+    groups = symbols.ceildiv(inputs, 128) if given.constant("activation") == "fp8_group" else 1
+    types["input"] = TensorType("float8_e4m3fn", (*rows, inputs))
+    types["input_scales"] = TensorType("float32", (*rows, groups))
+    args = {**given.node.args, "input_scales": Ref("input_scales"), "dtype": DtypeArg("bfloat16")}
+    node = Node("precast.rounded_linear", args, given.node.outputs)
+    return use_of(node, types, given.target, set(types) - {"input", "input_scales"})
+
+
 ALL = ("fp8 blocks", "fp8 rows", "int8 rows", "packed4", "packed4 points", "packed8", "mxfp4", "nvfp4", "awq", "gptq")
 STREAMED = ("fp8 blocks", "fp8 rows", "packed4")
 
@@ -247,18 +261,29 @@ def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation:
     }  # fmt: skip
 
 
-def test_parts_of_the_workspace_of_float8_lie_apart() -> None:
-    """The input, its scales, the weight's one for each output, a result of four rows, what the library takes."""
-    for weight, activation in (("fp8 all", "fp8_token"), ("fp8 blocks", "fp8_group")):
-        given = use(weight, 48, 512, activation=activation)
-        _, product = float8.launches(given)
-        outs = {arg: symbols.evaluate(arg.offset, {"T": 18}) for arg in product.args
-                if isinstance(arg, Pointer) and arg.tensor == "workspace"}  # fmt: skip
-        begins = sorted({*outs.values(), symbols.evaluate(float8.workspace(given), {"T": 18})})
+@pytest.mark.parametrize(
+    ("weight", "activation", "is_rounded", "held"),
+    [
+        ("fp8 all", "fp8_token", False, [18 * 512, 18 * 4, 48 * 4]),
+        ("fp8 blocks", "fp8_group", False, [16 * 512, 4 * 512, 20 * 4 * 4, 4 * 48 * 2]),
+        ("fp8 all", "fp8_token", True, [48 * 4]),
+        ("fp8 blocks", "fp8_group", True, [4 * 512, 20 * 4 * 4, 4 * 48 * 2]),
+    ],
+)
+def test_parts_of_the_workspace_of_float8_lie_apart(
+    weight: str, activation: str, is_rounded: bool, held: list[int]
+) -> None:
+    """The input, its last rows, its scales, the weight's one for each output, a result of four rows, what the library
+    takes."""
+    given = use(weight, 48, 512, activation=activation)
+    given = rounded_in_front(given) if is_rounded else given
+    _, product = float8.launches(given)
+    outs = {arg: symbols.evaluate(arg.offset, {"T": 18}) for arg in product.args
+            if isinstance(arg, Pointer) and arg.tensor == "workspace"}  # fmt: skip
+    begins = sorted({*outs.values(), symbols.evaluate(float8.workspace(given), {"T": 18})})
 
-        held = {"fp8 all": [18 * 512, 18 * 4, 48 * 4], "fp8 blocks": [20 * 512, 20 * 4 * 4, 4 * 48 * 2]}[weight]
-        expected = [-(-count // 256) * 256 for count in held] + [48 * 4096]
-        assert [end - begin for begin, end in pairwise(begins)] == expected
+    expected = [-(-count // 256) * 256 for count in held] + [48 * 4096]
+    assert [end - begin for begin, end in pairwise(begins)] == expected
 
 
 @pytest.mark.parametrize(

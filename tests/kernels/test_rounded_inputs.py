@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from graph_text import parse_graph
 
-from precast.ir.graph.schema import Graph, Node
+from precast.ir.graph.schema import Graph, Node, TensorType
 from precast.ir.graph.text import format_graph
 from precast.ir.verify import verifier
 from precast.kernels.choices import cases
@@ -76,6 +76,49 @@ def test_what_something_else_takes_stays(lines: tuple[str, ...]) -> None:
     graph = graph_of(*lines)
 
     assert with_rounded_inputs(graph, GPU) is graph
+
+
+WIDE = """
+symbols {{ T: 1.. }}
+inputs {{ %x: bfloat16[1, T, {twice}] }}
+params {{
+  %w: float8_e4m3fn[512, {width}] = read("w", [512, {width}], float8_e4m3fn)
+  %s: float32[{scales}] = read("s", [{scales}], float32)
+}}
+main {{
+  %g = precast.gated_activation(x=%x, kind="silu")
+  %y = precast.quantised_linear(input=%g, weight=%w, scales=%s, format="fp8", block=[{block}], activation="{how}")
+  return y=%y
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "width", "is_fused"),
+    [("fp8_token", 20480, True), ("fp8_token", 32768, True), ("fp8_token", 33280, False), ("fp8_group", 53248, True)],
+)
+def test_wide_gates_round_what_a_program_holds(how: str, width: int, is_fused: bool) -> None:
+    """In groups, any width: a program has as much of a row as it likes."""
+    scales, block = (f"4, {width // 128}", "128, 128") if how == "fp8_group" else ("512, 1", f"1, {width}")
+    graph = parse_graph(WIDE.format(twice=2 * width, width=width, scales=scales, block=block, how=how))
+
+    found = ops(with_rounded_inputs(graph, GPU))
+
+    fused = ["rounded_gated_activation", "rounded_linear"]
+    assert found == (fused if is_fused else ["gated_activation", "quantised_linear"])
+
+
+def test_layers_of_sizes_that_are_not_known_at_load_are_the_definition_s() -> None:
+    """Their records say so."""
+    graph = with_rounded_inputs(graph_of(NORM, LAYER.format("p", "y", TOKEN), "return p=%p"), GPU)
+    node = graph.main[-1]
+    assert isinstance(node, Node)
+    types = types_in(graph)
+    unknown = {"w": TensorType("float8_e4m3fn", ("N", 256)), "s": TensorType("float32", ("N", 1))}
+
+    given = use_of(node, types | unknown, GPU, {"w", "s"})
+
+    assert {case.choice.record.name for case in cases(given)} == {"reference.rounded_linear"}
 
 
 @pytest.mark.parametrize("target", [Target("cpu"), Target("cuda", (8, 0))])
