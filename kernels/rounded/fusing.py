@@ -27,8 +27,9 @@ _LEFT_OUT = ("zeros", "groups", "global_scale")
 def with_rounded_inputs(graph: Graph, target: Target) -> Graph:
     """quantised_linear(norm(x)) -> rounded_linear(rounded_norm(x)), in a graph that is bound to its world.
 
-    Equal results, bit for bit. Done on GPUs alone, where layers alone take what a norm or a gate makes, all of them
-    round it in the same way, and kernels compute all of it: whatever is installed or was measured.
+    Equal by definition; kernels may add up a norm's squares in another order. Done on GPUs alone, where layers alone
+    take what a norm or a gate makes, all of them round it in the same way, and kernels compute all of it: whatever is
+    installed or was measured.
     """
     if target.device == "cpu":
         return graph

@@ -394,9 +394,11 @@ def test_memory_is_known_for_all_sizes(weight: str, activation: str) -> None:
         use("fp8 blocks"), use("fp8 blocks", activation="fp8_group", target=OLDER_LIBRARY),
         use("int8 rows", activation="int8_token"), use("packed4 points"), use("nvfp4", 14336),
         use("awq", dtype="float16"), use("fp8 blocks", activation="fp8_group"), use("fp8 all", activation="fp8_token"),
-        use("fp8 rows", activation="fp8_tensor"),
+        use("fp8 rows", activation="fp8_tensor"), rounded_in_front(use("fp8 blocks", activation="fp8_group")),
+        rounded_in_front(use("fp8 all", activation="fp8_token")),
     ],
-    ids=lambda given: f"{given.constant('format')}, {given.constant('activation')}, {len(given.target.kinds)}",
+    ids=lambda given: f"{given.node.op[8:]}, {given.constant('format')}, {given.constant('activation')}, "
+    f"{len(given.target.kinds)}",
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 64, 5000])
 def test_kernels_are_compiled_for_hopper(given: Use, tokens: int, tmp_path: Path) -> None:
