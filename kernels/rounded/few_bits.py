@@ -20,9 +20,14 @@ def _on_float8s_grid(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scales_of_groups(groups, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A scale for each row of `groups`, float32: the largest magnitude over that of KIND, `fp8` or `int8`."""
+    """A scale for each row of `groups`, float32: the largest magnitude over that of KIND, `fp8` or `int8`.
+
+    Magnitudes are compared as integers, whose order is the same, and of which NaN is the largest.
+    """
+    bits = groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits, 1).to(tl.float32, bitcast=True)
     most = tl.full((groups.shape[0],), 448.0 if KIND == "fp8" else 127.0, tl.float32)
-    return tl.div_rn(tl.max(tl.abs(groups), 1), most)
+    return tl.div_rn(largest, most)
 
 
 @triton.jit
@@ -34,9 +39,12 @@ def divided_groups(groups, scales):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def in_few_bits(x, KIND: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x, float32, rounded to the nearest value of KIND, as a number of `dtype`, which has these values."""
+    """x, float32, rounded to the nearest value of KIND, as a number of `dtype`, which has these values.
+
+    NaN stays NaN, but in int8, which has none: there the scale is.
+    """
     if KIND == "fp8":
-        y = _on_float8s_grid(tl.clamp(x, -448.0, 448.0)).to(tl.float8e4nv)
+        y = _on_float8s_grid(tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)).to(tl.float8e4nv)
         if dtype != tl.float8e4nv:
             y = y.to(dtype)
     else:

@@ -82,6 +82,25 @@ def test_rows_anywhere(rows: int, width: int, activation: str, dtype: torch.dtyp
     check("rounded_gated_activation", {"x": draw.normal(2 * width, rows).t(), "kind": "silu", **more}, same)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("activation", [each for each in ROUNDINGS if not (IS_INTERPRETED and each == "fp8_tensor")])
+@each_dtype
+def test_what_is_no_number_does_not_become_one(activation: str, dtype: torch.dtype) -> None:
+    """All that shares a scale with NaN or infinity is NaN, as by the definition, or by its own value what has a scale
+    for all; the interpreter's float8 has no NaN."""
+    draw = Draw(dtype, DEVICE)
+    x = draw.normal(5, 2 * 200)
+    x[1, 3], x[2, 140], x[3, 250], x[4] = torch.nan, torch.inf, -torch.inf, torch.nan
+    sample = {"x": x, "kind": "silu", "input_scale": static(draw, activation), "activation": activation}
+
+    values, scales = launched("rounded_gated_activation")(**sample)
+
+    wanted = from_few_bits(*SPECS["rounded_gated_activation"].reference(**on_cpu(sample)), activation)
+    meant = from_few_bits(values.cpu(), scales.cpu(), activation)
+    assert torch.equal(meant.isfinite(), wanted.isfinite())
+    assert not meant[1].isfinite().all()
+
+
 @pytest.mark.parametrize(("activation", "width"), [("fp8_token", 32768), ("int8_token", 20000), ("fp8_group", 40001)])
 @each_dtype
 def test_wide_gates(activation: str, width: int, dtype: torch.dtype, same: Callable[..., None]) -> None:
