@@ -313,6 +313,19 @@ def test_what_cublaslt_does_not_take_of_float8(given: Use, why: str) -> None:
     assert why in choice.reason
 
 
+def test_rows_of_one_scale_are_as_long_as_a_program_holds() -> None:
+    """Those of groups are as long as they like, and so are rows that an op in front has rounded."""
+    names = ("quantised_linear_of_float8_rows", "quantised_linear_of_float8_blocks", "rounded_linear_of_float8_rows")
+    long = use("fp8 rows", 4096, 33280, activation="fp8_token")
+    taken = (use("fp8 rows", 4096, 32768, activation="fp8_token"),
+             use("fp8 blocks", 4096, 53248, activation="fp8_group"), rounded_in_front(long))  # fmt: skip
+
+    assert [resolve(given, {"T": 300}).record.name for given in taken] == [f"cublaslt.{name}" for name in names]
+    refused = resolve(long, {"T": 300})
+    assert refused.record.name == "reference.quantised_linear"
+    assert "rows of at most 32768 inputs that have one scale" in refused.reason
+
+
 def test_all_with_one_scale_is_the_library_s_from_8_9_on() -> None:
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
         given = use("fp8 all", activation="fp8_tensor", target=GPU._replace(capability=capability))
