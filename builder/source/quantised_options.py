@@ -7,7 +7,7 @@ tensors are listed as such; any other must have a value that is known here, or t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -164,11 +164,8 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
     if algorithm and not layers and not {"ignore", "exclude_modules"} & set(entries):
         fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_USE_OTHER}"
         raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where, fix)
-    for name, group in (entries.get("config_groups") or {}).items():
-        found = {_MODELOPT[each] for each in ([algorithm] if not layers else _MODELOPT)} if algorithm else set()
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in found:
-            raise refuse("modelopt", _described_group(str(name), group), where)
+    known = () if not algorithm else (algorithm,) if not layers else tuple(_MODELOPT)
+    _check_modelopt_groups("modelopt", entries, known, where)
     size = entries.get("group_size")
     if size is not None and algorithm in _MODELOPT and size != _MODELOPT[algorithm][1]:
         raise refuse("modelopt", f"group_size = {size!r} and quant_algo = {algorithm!r}", where)
@@ -187,6 +184,18 @@ def _check_mixed(entries: Mapping[str, Any], where: str | None) -> None:
     for name, layer in layers.items():
         if not name.endswith(".experts") or layer["quant_algo"] != entries["moe_quant_algo"]:
             raise refuse("fp8", f"quantized_layers.{_described(name, layer)}", where)
+    _check_modelopt_groups("fp8", entries, [entries["moe_quant_algo"]], where)
+
+
+def _check_modelopt_groups(
+    method: str, entries: Mapping[str, Any], algorithms: Iterable[str], where: str | None
+) -> None:
+    """The weights of all of ModelOpt's `config_groups` must be those of one of its formats."""
+    known = {_MODELOPT[each] for each in algorithms}
+    for name, group in (entries.get("config_groups") or {}).items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in known:
+            raise refuse(method, _described_group(str(name), group), where)
 
 
 _MODELOPTS = frozenset(("quant_algo", "quantized_layers", "config_groups", "ignore", "group_size"))

@@ -145,11 +145,13 @@ def _fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
             return _fp4(weight, name)
         return _scaled(weight, _per_tensor(weight, name) if tile is None else _per_tile(weight, name, tuple(tile)))
 
+    def rounding(weight: Weight) -> Rounding:
+        if is_nvfp4(weight):
+            return of_modelopt("NVFP4", weight.stem)
+        return of_fp8(options.entries, weight.stem)
+
     scales = (*_KV_SCALES, "kv_scale")
-    return Scheme(
-        "fp8", _chosen(model, skipped), recipe, _UNUSED_SCALES, scales,
-        rounding=lambda weight: of_fp8(options.entries, weight.stem),
-    )  # fmt: skip
+    return Scheme("fp8", _chosen(model, skipped), recipe, _UNUSED_SCALES, scales, rounding=rounding)
 
 
 _UNUSED_SCALES = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
@@ -167,7 +169,7 @@ def _listed_experts(model: PreTrainedModel, options: Quantised) -> Callable[[Wei
         return tuple(dict.fromkeys(part for name in names(*found) for part in (name, name.removeprefix(prefix))))
 
     if layers:
-        _check_names(model, called, list(layers))
+        _check_names("fp8", model, called, list(layers))
     return lambda weight: any(part in layers for name in called(weight.module, weight.stem) for part in _outer(name))
 
 
@@ -375,7 +377,7 @@ def _modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
     kept = options.get("exclude_modules", options.get("ignore", None)) or ()
     names, layers = _names(model), options.get("quantized_layers", None)
     is_kept = _listed(kept)
-    _check_names(model, names, kept if layers is None else list(layers))
+    _check_names(options.method, model, names, kept if layers is None else list(layers))
 
     @functools.cache
     def algorithm(weight: Weight) -> str | None:
@@ -424,7 +426,9 @@ def _outer(name: str) -> Iterator[str]:
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
-def _check_names(model: PreTrainedModel, names: Callable[..., tuple[str, ...]], patterns: Sequence[str]) -> None:
+def _check_names(
+    method: str, model: PreTrainedModel, names: Callable[..., tuple[str, ...]], patterns: Sequence[str]
+) -> None:
     """Refuse a list that names layers, and none of this model's: what it says would be passed over."""
     numbered = [each for each in patterns if re.search(r"\.\d+", each)]
     is_listed = _listed(numbered)
@@ -433,7 +437,7 @@ def _check_names(model: PreTrainedModel, names: Callable[..., tuple[str, ...]], 
         return
     stored = (name.removesuffix(".weight") for name in saved_tensors(model, ()))
     if not any(is_listed(name) for path in stored for name in names(path)):
-        raise refuse("modelopt", f"names of layers that are none of this model ({numbered[0]})")
+        raise refuse(method, f"names of layers that are none of this model ({numbered[0]})")
 
 
 # --- four bits ---------------------------------------------------------------------------------------------------

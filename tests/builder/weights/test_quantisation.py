@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from precast.builder.capture.factory import make_module
+from precast.builder.graph.rounding import Rounding
 from precast.builder.source.quantised_options import quantisation_of, unquantised
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.weights.quantisation import kept_by
@@ -147,6 +148,22 @@ def test_experts_of_four_bits_beside_fp8(experts: str, tmp_path: Path) -> None:
 
     assert bool(packed) == (experts != "fp8")
     assert bool(listed) == ("nvfp4" in experts)
+
+
+def test_inputs_of_experts_that_modelopt_lists_are_not_those_of_fp8() -> None:
+    """Of these layers' alone; without `scale_fmt`, FP8's are rounded in groups."""
+    config = shrink(AutoConfig.for_model("deepseek_v4", moe_intermediate_size=64, o_lora_rank=32))
+    config.moe_intermediate_size = 32
+    entries = {"quant_method": "fp8", "weight_block_size": [128, 128], **NVFP4_EXPERTS}
+    meta = make_module(config, "float32")
+    checkpoint = ModelCheckpoint(meta, entries)
+    checkpoint.recipes(meta.state_dict())
+
+    found = checkpoint.roundings()
+
+    listed = {tensor: each for tensor, each in found.items() if ".layers.1.ffn.experts." in tensor}
+    assert set(listed.values()) == {Rounding(reason="inputs of 4 bits are not made")}
+    assert {each for tensor, each in found.items() if tensor not in listed} == {Rounding("fp8_group")}
 
 
 @pytest.mark.parametrize("size", [48, 80])
@@ -617,10 +634,17 @@ def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
         ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": [], "group_size": 16}, "group_size = 16"),
         ({"quant_method": "fp8", "quant_algo": "MIXED_PRECISION"}, "quant_algo = 'MIXED_PRECISION'"),
         ({"quant_method": "fp8", "moe_quant_algo": "NVFP4"}, "no quantized_layers of MIXED_PRECISION"),
-        ({"quant_method": "fp8", **NVFP4_EXPERTS}, r"names of layers that are none of this model \(layers\.1\.ffn"),
+        (
+            {"quant_method": "fp8", **NVFP4_EXPERTS},
+            r"by fp8, with names of layers that are none of this model \(layers\.1\.f",
+        ),
         (
             {"quant_method": "fp8", **NVFP4_EXPERTS, "quantized_layers": {"layers.0.attn": {"quant_algo": "NVFP4"}}},
             "quantized_layers.layers.0.attn = ",
+        ),
+        (
+            {"quant_method": "fp8", **NVFP4_EXPERTS, "config_groups": {"g": {"weights": EIGHT, "targets": ["Linear"]}}},
+            "quantised by fp8, with config_groups.g.weights: num_bits = 8, type = 'float', .* group_size = 32",
         ),
         ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, r"weight_block_size = \[128, 128\]"),
         (groups("mxfp8-quantized", EIGHT | {"group_size": 16}), "group_size = 16, format = 'mxfp8-quantized'"),
@@ -636,7 +660,7 @@ def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
         ),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["language_model.model.blocks.0.mlp*"]},
-            r"names of layers that are none of this model \(language_model.model.blocks.0.mlp\*\)",
+            r"by modelopt, with names of layers that are none of this model \(language_model.model.blocks.0.mlp\*\)",
         ),
         ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
         ({**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": []}}}}, "transform_config = "),
