@@ -27,6 +27,7 @@ from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Read, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
+from precast.ir.weights import fit
 from precast.ir.weights import recipes as ir_recipes
 
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
@@ -110,7 +111,7 @@ class ModelCheckpoint:
         patterns = {*self._beside, *unused_patterns(self._saved, tensors)}
         if self._whole is not None:
             saved = saved_tensors(self._whole, _tied(self._whole))
-            found = [ir_recipes.resolve(name, saved, rules) for name in tensors]
+            found = [fit.resolve(name, saved, rules) for name in tensors]
             if None not in found:
                 patterns |= set(unused_patterns(saved, [name for name in found if name is not None]))
         return tuple(sorted(patterns))
