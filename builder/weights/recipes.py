@@ -22,7 +22,8 @@ from precast.builder.graph.rounding import NONE, Roundings
 from precast.builder.source.model_class import Unmade
 from precast.builder.weights.at_load import scheme as at_load_scheme
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
-from precast.builder.weights.quantisation import Weight, scheme_of
+from precast.builder.weights.quantisation import scheme_of
+from precast.builder.weights.schemes.scheme import Weight
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Read, Recipe, Tie
 from precast.ir.manifest import Checkpoint

@@ -20,8 +20,8 @@ from precast.builder.capture.factory import make_module
 from precast.builder.graph.rounding import Rounding
 from precast.builder.source.quantised_options import quantisation_of, unquantised
 from precast.builder.source.shrink import random_model, shrink
-from precast.builder.weights.quantisation import kept_by
 from precast.builder.weights.recipes import ModelCheckpoint
+from precast.builder.weights.schemes.chosen import kept_by
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Graph, Param, TensorType, Tie
 from precast.ir.weights.checkpoint import CheckpointFiles
