@@ -18,6 +18,7 @@ from precast.builder.weights.schemes.fp8 import fbgemm_fp8, fp8, mxfp8
 from precast.builder.weights.schemes.mlx import mlx
 from precast.builder.weights.schemes.modelopt import modelopt
 from precast.builder.weights.schemes.mxfp4 import mxfp4
+from precast.builder.weights.schemes.quark import quark
 from precast.builder.weights.schemes.scheme import Scheme
 
 
@@ -38,6 +39,7 @@ _SCHEMES: dict[str, Callable[[PreTrainedModel, Quantised], Scheme]] = {
     "mxfp8": mxfp8,
     "compressed-tensors": compressed_tensors,
     "modelopt": modelopt,
+    "quark": quark,
     "mxfp4": mxfp4,
     "awq": awq,
     "gptq": gptq,

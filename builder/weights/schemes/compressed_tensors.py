@@ -17,13 +17,14 @@ from precast.builder.weights.schemes.stored import (
     Scales,
     nvfp4,
     one_by_one,
+    packed_mxfp4,
     per_group_of_32,
     per_row,
     per_tensor,
     per_tile,
     scaled,
 )
-from precast.ir.graph.schema import Dequantise, Read, Recipe, Reshape
+from precast.ir.graph.schema import Dequantise, Read, Recipe
 from precast.ir.weights.quantised import PACKED
 from precast.ir.weights.recipes import map_reads
 
@@ -79,7 +80,7 @@ def _compressed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
     if kind == "nvfp4":
         return nvfp4(weight, "_packed", "_global_scale", (1,), divided=True)
     if kind == "mxfp4":
-        return _packed_mxfp4(weight)
+        return packed_mxfp4("compressed-tensors", weight, "_packed")
     if kind == "mxfp8":
         return per_group_of_32(weight)
     if kind in PACKED:
@@ -120,12 +121,3 @@ def _packed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
     values = Read(weight.name + "_packed", (outputs, inputs // each), "int32")
     half = 1 << 32 // each - 1
     return Dequantise(values, scales, kind, None, zeros, groups, 0 if zeros else half)  # type: ignore[arg-type]
-
-
-def _packed_mxfp4(weight: Weight) -> Recipe:
-    """compressed-tensors' MXFP4, whose rows are not stored in blocks."""
-    rows, columns = weight.shape
-    if columns % 32:
-        raise refuse("compressed-tensors", f"{weight.name}: {columns} inputs in groups of 32")
-    values = Reshape(Read(weight.name + "_packed", (rows, columns // 2), "uint8"), (rows, columns // 32, 16))
-    return Dequantise(values, Read(weight.name + "_scale", (rows, columns // 32), "uint8"), "mxfp4")

@@ -53,6 +53,17 @@ def per_group_of_32(weight: Weight, suffix: str = "_scale") -> Recipe:
     return scaled(weight, Scales(scales, (1, MX_BLOCK)))
 
 
+def packed_mxfp4(method: str, weight: Weight, packed: str) -> Recipe:
+    """MXFP4 whose rows are not stored in blocks: two values in a byte, the first in its lower half; 32 neighbours of a
+    row have an exponent. `packed` ends the name of the values."""
+    rows, columns = weight.shape
+    if columns % MX_BLOCK:
+        raise refuse(method, f"{weight.name}: {columns} inputs in groups of {MX_BLOCK}")
+    stored = Read(weight.name + packed, (rows, columns // 2), "uint8")
+    values = Reshape(stored, (rows, columns // MX_BLOCK, MX_BLOCK // 2))
+    return Dequantise(values, Read(weight.name + "_scale", (rows, columns // MX_BLOCK), "uint8"), "mxfp4")
+
+
 def nvfp4(weight: Weight, packed: str, whole: str, stored: tuple[int, ...], *, divided: bool = False) -> Recipe:
     """Two values in a byte, and a scale for 16 neighbours of a row.
 

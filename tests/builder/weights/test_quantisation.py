@@ -18,7 +18,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from precast.builder.capture.factory import make_module
 from precast.builder.graph.rounding import Rounding
-from precast.builder.source.quantised_options import quantisation_of, unquantised
+from precast.builder.source.quantised_options import kv_dtype_of, quantisation_of, unquantised
 from precast.builder.source.shrink import random_model, shrink
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.builder.weights.schemes.chosen import kept_by
@@ -483,6 +483,90 @@ def test_mxfp8(method: str, model_type: str, tmp_path: Path) -> None:
     check(config, entries, projections(functools.partial(quantised.mxfp8, suffix=suffix)), tmp_path)
 
 
+MX: dict[str, Any] = {
+    "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0", "scale_type": "float",
+    "is_dynamic": False, "is_scale_quant": False, "symmetric": None, "round_method": "half_even",
+    "scale_calculation_mode": "even", "observer_cls": "PerBlockMXObserver", "mx_element_dtype": None,
+}  # fmt: skip
+
+
+def quark(dtype: str, **entries: Any) -> dict[str, Any]:
+    """Quark's config as it exports it, of layers and inputs of an MX format."""
+    weight = MX | {"dtype": dtype}
+    whole = {"weight": weight, "input_tensors": weight | {"is_dynamic": True}, "output_tensors": None, "bias": None}
+    return {
+        "quant_method": "quark", "quant_mode": "eager_mode", "algo_config": None, "exclude": ["lm_head", "*.mlp.gate"],
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        "global_quant_config": whole, "layer_quant_config": {}, "layer_type_quant_config": {}, "version": "0.12",
+        "kv_cache_quant_config": {}, "softmax_quant_spec": None,
+    } | entries  # fmt: skip
+
+
+def quark_mxfp4(name: str, tensor: torch.Tensor) -> Stored:
+    """As compressed-tensors packs it, under the weight's own name."""
+    made, dense = quantised.packed_mxfp4(name, tensor)
+    return {key.removesuffix("_packed"): each for key, each in made.items()}, dense
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("dtype", "stored"), [("fp8_e4m3", quantised.mxfp8), ("fp4", quark_mxfp4)])
+def test_quark(dtype: str, stored: Callable[[str, torch.Tensor], Stored], model_type: str, tmp_path: Path) -> None:
+    config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
+
+    check(config, quark(dtype), projections(stored), tmp_path)
+
+
+def test_layers_of_quark_by_the_first_pattern_that_fits(tmp_path: Path) -> None:
+    """What is excluded stays as it is, whatever other patterns say; so does what has no weight's format."""
+    eight = {"weight": MX | {"dtype": "fp8_e4m3"}}
+    layers = {"*down_proj": eight, "*layers.1.mlp*": {"weight": None}, "*.mlp.*": eight}
+    entries = quark("fp4", exclude=["lm_head", "*layers.0*down_proj"], layer_quant_config=layers)
+
+    def stored(name: str, tensor: torch.Tensor) -> Stored:
+        eights = name.endswith("1.mlp.down_proj.weight") or "layers.0.mlp" in name
+        return quantised.mxfp8(name, tensor) if eights else quark_mxfp4(name, tensor)
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        kept = "layers.0.mlp.down_proj" in name or ("layers.1.mlp" in name and "down_proj" not in name)
+        return stored(name, tensor) if linear(name) and not kept else None
+
+    check(config_of("llama"), entries, quantise, tmp_path)
+
+
+KV = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "group_size": None, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"), [(None, (None, None)), (KV, ("float8_e4m3fn", None)), (KV | {"qscheme": "per_head"}, None)]
+)
+@pytest.mark.parametrize("in_layers", [True, False])
+def test_what_quark_says_of_keys_and_values(output: Any, expected: Any, in_layers: bool) -> None:
+    """Beside the layers that make them, whose weights it quantises as it does others; scales are the layers' own."""
+    layer = quark("fp8_e4m3")["global_quant_config"] | {"output_tensors": output}
+    layers = {"*k_proj": layer, "*v_proj": layer}
+    kept = {"layer_quant_config": layers, "export": {"kv_cache_group": ["*k_proj", "*v_proj"]}}
+    entries = quark("fp8_e4m3", **(kept if in_layers else {"kv_cache_quant_config": layers}))
+    meta = make_module(config_of("llama"), "float32")
+
+    dtype, note = kv_dtype_of(entries)
+
+    assert (dtype, note) == (expected or (None, note))
+    assert (note is not None and "per_head" in note and "keep the model's dtype" in note) == (expected is None)
+    checkpoint = ModelCheckpoint(meta, entries)
+    assert "model.layers.0.self_attn.k_proj.output_scale" in checkpoint.scales()["model.layers.0.self_attn"].k
+    assert "model.layers.0.self_attn.k_proj.weight_scale" in {
+        leaf.tensor for recipe in checkpoint.recipes(["model.layers.0.self_attn.k_proj.weight"]).values()
+        for leaf in leaves(recipe)
+    }  # fmt: skip
+
+
+def test_stacked_experts_of_quark_are_refused() -> None:
+    meta = make_module(gemma4(), "float32")
+
+    with pytest.raises(BuildError, match=r"by quark, with stacked experts \(.*experts\.down_proj\)"):
+        ModelCheckpoint(meta, quark("fp8_e4m3")).recipes(["model.layers.0.experts.down_proj"])
+
+
 def test_compressed_mxfp4(tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
@@ -646,6 +730,19 @@ def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
             {"quant_method": "fp8", **NVFP4_EXPERTS, "config_groups": {"g": {"weights": EIGHT, "targets": ["Linear"]}}},
             "quantised by fp8, with config_groups.g.weights: num_bits = 8, type = 'float', .* group_size = 32",
         ),
+        (quark("fp6_e2m3"), r"by quark, with global_quant_config.weight: dtype = 'fp6_e2m3', qscheme = 'per_group'"),
+        (quark("fp8_e4m3", global_quant_config={"weight": MX | {"dtype": "fp4", "group_size": 16}}), "group_size = 16"),
+        (quark("fp8_e4m3", global_quant_config={"weight": [MX, MX]}), r"global_quant_config.weight: \["),
+        (quark("fp8_e4m3", layer_quant_config={"*q_proj": {"output_tensors": MX}}), r"\*q_proj.output_tensors = "),
+        (quark("fp8_e4m3", layer_quant_config={"*q_proj": {"bias": MX}}), r"\*q_proj.bias = "),
+        (quark("fp8_e4m3", layer_quant_config={"*q_proj": 8}), r"\*q_proj = 8"),
+        (quark("fp8_e4m3", layer_type_quant_config={"Linear": {}}), "layer_type_quant_config = "),
+        (quark("fp8_e4m3", algo_config=[{"name": "rotation"}]), "algo_config = "),
+        (quark("fp8_e4m3", export={"weight_format": "fake_quantized"}), "export = "),
+        ({"quant_method": "quark"}, "global_quant_config = None"),
+        (quark("fp8_e4m3", layer_quant_config=5), "layer_quant_config = 5"),
+        (quark("fp8_e4m3", layer_quant_config={"k": {"bias": 5}}, export={"kv_cache_group": 5}), "k.bias = 5"),
+        (quark("fp8_e4m3", algo_config=5), "algo_config = 5"),
         ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, r"weight_block_size = \[128, 128\]"),
         (groups("mxfp8-quantized", EIGHT | {"group_size": 16}), "group_size = 16, format = 'mxfp8-quantized'"),
         (groups("mxfp8-quantized", EIGHT | {"symmetric": False}), "symmetric = False"),
