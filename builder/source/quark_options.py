@@ -11,13 +11,18 @@ _MX = {"qscheme": ("per_group",), "group_size": (32,), "scale_format": ("e8m0",)
 """What is said of the MX formats of weights, whose rows are in groups."""
 _ELEMENTS = {"fp8_e4m3": "mxfp8", "fp4": "mxfp4"}
 _FLOAT8 = {"dtype": ("fp8_e4m3",), "qscheme": ("per_tensor",), "is_dynamic": (False, None)}
+_FLOAT8_ROWS = _FLOAT8 | {"qscheme": ("per_channel",), "ch_axis": (0,)}
 FOLDED = ("awq", "autosmoothquant", "gptq", "smooth")
 """Algorithms after which a model computes what it did before: what they change is in its weights."""
 
 
 def weight_format(weight: Any) -> str | None:
-    """What the `weight` of a layer's config is stored as: mxfp8 or mxfp4. None: it isn't known."""
-    return _ELEMENTS.get(str(weight.get("dtype"))) if isinstance(weight, Mapping) and _is(weight, _MX) else None
+    """What the `weight` of a layer's config is stored as: fp8, fp8_rows, mxfp8 or mxfp4. None: it isn't known."""
+    if not isinstance(weight, Mapping):
+        return None
+    if _is(weight, _MX):
+        return _ELEMENTS.get(str(weight.get("dtype")))
+    return "fp8" if _is(weight, _FLOAT8) else "fp8_rows" if _is(weight, _FLOAT8_ROWS) else None
 
 
 def is_folded(algorithms: Any) -> bool:
@@ -51,7 +56,7 @@ def kv_outputs(entries: Mapping[str, Any]) -> list[Any]:
 
 
 def is_float8(output: Any) -> bool:
-    """Whether keys or values have 8 bits, and one scale, known beforehand, for all of a layer's."""
+    """Whether numbers have 8 bits, and one scale, known beforehand, for all that a layer has of them."""
     return isinstance(output, Mapping) and _is(output, _FLOAT8)
 
 

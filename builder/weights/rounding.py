@@ -86,13 +86,22 @@ def of_modelopt(algorithm: str | None, stem: str) -> Rounding:
     return FOUR_BITS if algorithm == "NVFP4" else NONE
 
 
-def of_quark(inputs: Any) -> Rounding:
-    """Of Quark's `input_tensors`, of which MX formats have an exponent for each 32 neighbours."""
+def of_quark(inputs: Any, stem: str) -> Rounding:
+    """Of Quark's `input_tensors` (its `QParamsLinear`), of which MX formats have an exponent for each 32 neighbours.
+
+    `stem`: the layer's name in the checkpoint, which beside the weight has `input_scale`, if it is static.
+    """
     if not inputs:
         return NONE
     known = {"fp8_e4m3": EXPONENTS, "fp4": FOUR_BITS}
     if isinstance(inputs, Mapping) and inputs.get("scale_format") == "e8m0" and inputs.get("dtype") in known:
         return known[inputs["dtype"]]
+    if isinstance(inputs, Mapping) and inputs.get("dtype") == "fp8_e4m3":
+        way = inputs.get("qscheme"), bool(inputs.get("is_dynamic"))
+        if way == ("per_tensor", False):
+            return Rounding("fp8_tensor", Read(f"{stem}.input_scale", ()))
+        if way == ("per_channel", True):  # of activations, tokens are what it calls channels
+            return Rounding("fp8_token")
     told = ("dtype", "qscheme", "group_size", "is_dynamic", "symmetric", "scale_format")
     given = inputs if isinstance(inputs, Mapping) else {}
     said = ", ".join(f"{name} = {given[name]!r}" for name in told if given.get(name) is not None) or repr(inputs)

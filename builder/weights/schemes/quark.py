@@ -1,4 +1,4 @@
-"""AMD's Quark, of whose formats MXFP8 and MXFP4."""
+"""AMD's Quark, of whose formats FP8 with a scale a tensor or a row, MXFP8 and MXFP4."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from precast.builder.source.quark_options import weight_format
 from precast.builder.weights.rounding import of_quark
 from precast.builder.weights.schemes.chosen import config_names, is_linear
 from precast.builder.weights.schemes.scheme import KV_SCALES, Scheme, Weight
-from precast.builder.weights.schemes.stored import packed_mxfp4, per_group_of_32
-from precast.ir.graph.schema import Recipe
+from precast.builder.weights.schemes.stored import Scales, packed_mxfp4, per_group_of_32, per_tensor, scaled
+from precast.ir.graph.schema import Read, Recipe, Reshape
 
 
 def quark(model: PreTrainedModel, options: Quantised) -> Scheme:
@@ -36,11 +36,16 @@ def quark(model: PreTrainedModel, options: Quantised) -> Scheme:
     def recipe(weight: Weight) -> Recipe:
         if len(weight.shape) != 2:
             raise refuse(options.method, f"stacked experts ({weight.name})")
-        is_mxfp8 = weight_format(layer_of(weight)["weight"]) == "mxfp8"
-        return per_group_of_32(weight) if is_mxfp8 else packed_mxfp4(options.method, weight, "")
+        stored, scales = weight_format(layer_of(weight)["weight"]), weight.name + "_scale"
+        if stored == "fp8":
+            return scaled(weight, per_tensor(weight, scales))
+        if stored == "fp8_rows":
+            rows, columns = weight.shape
+            return scaled(weight, Scales(Reshape(Read(scales, (rows,)), (rows, 1)), (1, columns)))
+        return per_group_of_32(weight) if stored == "mxfp8" else packed_mxfp4(options.method, weight, "")
 
     def rounding(weight: Weight) -> Rounding:
-        return of_quark(layer_of(weight).get("input_tensors"))
+        return of_quark(layer_of(weight).get("input_tensors"), weight.stem)
 
     return Scheme(
         "quark", lambda weight: bool(layer_of(weight).get("weight")), recipe, ("*.input_scale", "*.output_scale"),

@@ -516,6 +516,19 @@ def test_quark(dtype: str, stored: Callable[[str, torch.Tensor], Stored], model_
     check(config, quark(dtype), projections(stored), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("qscheme", "ch_axis", "block", "shape"),
+    [("per_tensor", None, None, lambda _: ()), ("per_channel", 0, (1, 1 << 20), lambda tensor: (tensor.shape[0],))],
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_quarks_fp8(qscheme: str, ch_axis: int | None, block: Any, shape: Any, model_type: str, tmp_path: Path) -> None:
+    weight = {"dtype": "fp8_e4m3", "qscheme": qscheme, "ch_axis": ch_axis, "is_dynamic": False, "symmetric": True}
+    entries = quark("fp8_e4m3", global_quant_config={"weight": weight, "input_tensors": weight})
+    config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
+
+    check(config, entries, fp8("_scale", block, shape), tmp_path)
+
+
 def test_layers_of_quark_by_the_first_pattern_that_fits(tmp_path: Path) -> None:
     """What is excluded stays as it is, whatever other patterns say; so does what has no weight's format."""
     eight = {"weight": MX | {"dtype": "fp8_e4m3"}}
@@ -732,6 +745,10 @@ def test_models_that_mlx_stores_under_other_names_are_refused() -> None:
         ),
         (quark("fp6_e2m3"), r"by quark, with global_quant_config.weight: dtype = 'fp6_e2m3', qscheme = 'per_group'"),
         (quark("fp8_e4m3", global_quant_config={"weight": MX | {"dtype": "fp4", "group_size": 16}}), "group_size = 16"),
+        (
+            quark("fp8_e4m3", global_quant_config={"weight": {"dtype": "int8", "qscheme": "per_tensor"}}),
+            "dtype = 'int8'",
+        ),
         (quark("fp8_e4m3", global_quant_config={"weight": [MX, MX]}), r"global_quant_config.weight: \["),
         (quark("fp8_e4m3", layer_quant_config={"*q_proj": {"output_tensors": MX}}), r"\*q_proj.output_tensors = "),
         (quark("fp8_e4m3", layer_quant_config={"*q_proj": {"bias": MX}}), r"\*q_proj.bias = "),
