@@ -11,12 +11,12 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import families
 import pytest
 import quantised
 import torch
+from published_configs import quark
 from quantised_checkpoints import (
     SIZES,
     Case,
@@ -58,21 +58,6 @@ MODELOPT = {
 UE8M0 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "fmt": "e4m3"}
 MXFP8 = {"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
-MX = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0", "is_dynamic": False}
-
-
-def quark(dtype: str) -> dict[str, Any]:
-    """The config of a checkpoint of an MX format."""
-    layer = {"weight": MX | {"dtype": dtype}, "input_tensors": MX | {"dtype": dtype, "is_dynamic": True}}
-    return {"quant_method": "quark", "global_quant_config": layer, "exclude": ["lm_head", "*.mlp.gate"]}
-
-
-def unpacked_name(name: str, weight: torch.Tensor) -> quantised.Stored:
-    """Quark's MXFP4: packed as compressed-tensors does, under the weight's own name."""
-    made, dense = quantised.packed_mxfp4(name, weight)
-    return {key.removesuffix("_packed"): each for key, each in made.items()}, dense
-
-
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 CASES = {
@@ -129,7 +114,7 @@ CASES = {
         quantised.mxfp8, "hf_quant_config.json",
     ),
     "Quark MXFP8": Case("llama", quark("fp8_e4m3"), quantised.mxfp8),
-    "Quark MXFP4": Case("llama", quark("fp4"), unpacked_name, changes=SIZES | {"head_dim": 32}),
+    "Quark MXFP4": Case("llama", quark("fp4"), functools.partial(quantised.packed_mxfp4, packed=""), changes=SIZES | {"head_dim": 32}),
     "Quark MXFP8 experts": Case(
         "qwen3_moe", quark("fp8_e4m3"), quantised.mxfp8, changes=SIZES | {"moe_intermediate_size": 128}
     ),
