@@ -114,7 +114,9 @@ CASES = {
         quantised.mxfp8, "hf_quant_config.json",
     ),
     "Quark MXFP8": Case("llama", quark("fp8_e4m3"), quantised.mxfp8),
-    "Quark MXFP4": Case("llama", quark("fp4"), functools.partial(quantised.packed_mxfp4, packed=""), changes=SIZES | {"head_dim": 32}),
+    "Quark MXFP4": Case(
+        "llama", quark("fp4"), functools.partial(quantised.packed_mxfp4, packed=""), changes=SIZES | {"head_dim": 32}
+    ),
     "Quark MXFP8 experts": Case(
         "qwen3_moe", quark("fp8_e4m3"), quantised.mxfp8, changes=SIZES | {"moe_intermediate_size": 128}
     ),
