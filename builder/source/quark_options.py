@@ -12,7 +12,7 @@ _MX = {"qscheme": ("per_group",), "group_size": (32,), "scale_format": ("e8m0",)
 _ELEMENTS = {"fp8_e4m3": "mxfp8", "fp4": "mxfp4"}
 _FLOAT8 = {"dtype": ("fp8_e4m3",), "qscheme": ("per_tensor",), "is_dynamic": (False, None)}
 _FLOAT8_ROWS = _FLOAT8 | {"qscheme": ("per_channel",), "ch_axis": (0,)}
-FOLDED = ("awq", "autosmoothquant", "gptq", "smooth")
+_FOLDED = ("awq", "autosmoothquant", "gptq", "smooth")
 """Algorithms after which a model computes what it did before: what they change is in its weights."""
 
 
@@ -28,7 +28,7 @@ def weight_format(weight: Any) -> str | None:
 def is_folded(algorithms: Any) -> bool:
     """Whether `algo_config` names nothing that is left to do when the model runs, as rotations may be."""
     listed = algorithms if isinstance(algorithms, list) else [algorithms] if algorithms else []
-    return all(isinstance(each, Mapping) and each.get("name") in FOLDED for each in listed)
+    return all(isinstance(each, Mapping) and each.get("name") in _FOLDED for each in listed)
 
 
 def unknown_layers(entries: Mapping[str, Any]) -> Iterator[str]:

@@ -29,7 +29,7 @@ quark_mxfp4 = functools.partial(quantised.packed_mxfp4, packed="")
 def test_quark(dtype: str, stored: Callable[[str, torch.Tensor], Stored], model_type: str, tmp_path: Path) -> None:
     config = config_of(model_type, num_experts=4, moe_intermediate_size=32)
 
-    check(config, quark(dtype), projections(stored), tmp_path)
+    check(config, quark(dtype, algo_config=[{"name": "awq"}]), projections(stored), tmp_path)
 
 
 @pytest.mark.parametrize(
