@@ -50,10 +50,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'precast' has no attribute {name!r}")
     import importlib
 
-    if name == "build":
-        from precast.builder.versions import check_transformers
-
-        check_transformers()
     try:
         home = importlib.import_module(_HOMES[name])
     except ModuleNotFoundError as error:

@@ -16,13 +16,13 @@ from support import harness, hostile
 
 GOALS = {"seconds": 1.0, "peak_mb": 200}
 _LOAD = (
-    "import sys; from precast.ir.artifact import Bundle; from precast.ir.weights import config_facts, recipes; "
+    "import sys; from precast.ir.artifact import Bundle; from precast.ir.weights import config_facts, fit; "
     "from precast.ir.weights.checkpoint import CheckpointFiles; from precast.loader.weights.parts import param_parts; "
     "from precast.loader.weights.read_plan import plan_reads; from precast.ir.errors import PrecastError\n"
     "try:\n"
     "    bundle = Bundle.open(sys.argv[1]); files = CheckpointFiles.open(sys.argv[2])\n"
     "    config_facts.check(bundle.manifest.config, sys.argv[2])\n"
-    "    stored = recipes.require(bundle.graph, bundle.manifest.checkpoint, files)\n"
+    "    stored = fit.require(bundle.graph, bundle.manifest.checkpoint, files)\n"
     "    plan_reads(param_parts(bundle.graph.params, lambda name: stored[name].dtype), stored.__getitem__)\n"
     "except PrecastError as error: sys.exit(str(error))"
 )

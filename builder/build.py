@@ -1,5 +1,6 @@
 """`build`: from a Hugging Face config to a bundle. Reads as the list of its steps."""
 
+# ruff: noqa: E402 - transformers' version is looked at before anything here misses what other versions don't have
 from __future__ import annotations
 
 import dataclasses
@@ -14,6 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from precast.builder.versions import check_transformers
+
+check_transformers()
 
 import msgspec
 import torch

@@ -1,7 +1,7 @@
 """`precast build --check`: the model made tiny, built, run, and compared with transformers on random weights.
 
 What is compared is the whole line: tracing, passes, recipes, caches and kernels of the CPU. Where it differs, the
-first layer is named whose result does.
+first layer is named whose result does. Nothing here imports transformers before the builder has looked at its version.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import logging as messages
 
 from precast.builder.build import build
 from precast.builder.source.model_class import own_code
@@ -28,6 +26,9 @@ from precast.check.shards import proofs
 from precast.ir.artifact import Bundle
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Call, Graph, Value
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MAX_RANKS = 4
 """Over which the tiny model is split; more would divide hardly anything that it has."""
@@ -68,6 +69,8 @@ def compare(config: PreTrainedConfig) -> None:
 def _quiet_transformers() -> Iterator[None]:
     """Keeps transformers' bars and warnings from standard error: they are about the tiny model, which nobody asked for.
     Errors stay."""
+    from transformers import logging as messages
+
     verbosity, had_bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
     messages.set_verbosity_error()
     messages.disable_progress_bar()

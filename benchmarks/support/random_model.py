@@ -10,7 +10,8 @@ import torch
 
 from precast.ir.artifact import Bundle
 from precast.ir.memory import caches
-from precast.kernels.registry import Implementation, implementations
+from precast.kernels.registry import Implementation, implementations, target_of
+from precast.kernels.rounded.fusing import with_rounded_inputs
 from precast.kernels.use import Use
 from precast.loader import sizing
 from precast.loader.cache.memory import CacheMemory
@@ -32,9 +33,10 @@ class RandomModel:
         placement = place("cuda")
         self.device, self.limits, self._bundle = placement.device, limits, bundle
         graph = bind_world(bundle.graph, placement)
-        self.graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
-        self.default_sizes = captured_sizes(self.graph, limits)
+        graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
         self._on = torch.device(self.device.name)
+        self.graph = with_rounded_inputs(graph, target_of(self._on)._replace(tp=placement.tp))
+        self.default_sizes = captured_sizes(self.graph, limits)
         self._tensors = random_checkpoints.tensors(self.graph, self._on)
         self._tensors |= constant_tensors(self.graph, bundle.constants, self.device)
         cut_blocks_to_size(self._on)

@@ -7,11 +7,12 @@ tensors are listed as such; any other must have a value that is known here, or t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from precast.builder.source import quark_options
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Dtype
 
@@ -91,17 +92,26 @@ def kv_dtype_of(entries: Mapping[str, Any] | None) -> tuple[Dtype | None, str | 
     """The dtype of keys and values that a checkpoint was quantised for, None for that of the activations; and what to
     tell the user where it says something else, which is not known.
 
-    ModelOpt says `kv_cache_quant_algo`, and as compressed-tensors `kv_cache_scheme`.
+    ModelOpt says `kv_cache_quant_algo`, and as compressed-tensors `kv_cache_scheme`; Quark says it of the outputs of
+    layers.
     """
     said = entries or {}
+    outputs = quark_options.kv_outputs(said) if said.get("quant_method") == "quark" else []
+    if outputs and all(map(quark_options.is_float8, outputs)):
+        return "float8_e4m3fn", None
+    if outputs:
+        return None, _kept_kv(f"output_tensors of keys and values are {outputs[0]!r}")
     algorithm, scheme = said.get("kv_cache_quant_algo"), said.get("kv_cache_scheme")
     if "FP8" in (algorithm, scheme) or (isinstance(scheme, Mapping) and _is_float8(scheme)):
         return "float8_e4m3fn", None
     if algorithm is None and scheme is None:
         return None, None
     name = "kv_cache_quant_algo" if algorithm is not None else "kv_cache_scheme"
-    found = cut(f"{name} is {said[name]!r}")
-    return None, f"{found}, which is not known: keys and values keep the model's dtype (--kv-dtype)"
+    return None, _kept_kv(f"{name} is {said[name]!r}")
+
+
+def _kept_kv(found: str) -> str:
+    return f"{cut(found)}, which is not known: keys and values keep the model's dtype (--kv-dtype)"
 
 
 def _is_float8(scheme: Mapping[str, Any]) -> bool:
@@ -145,6 +155,9 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
         _check_modelopt(entries, where)
     if method == "fp8":
         _check_mixed(entries, where)
+    if method == "quark":
+        for what in quark_options.unknown_layers(entries):
+            raise refuse(method, cut(what), where)
     if method == "mlx" and not {"group_size", "bits"} <= set(entries):
         raise refuse(method, "no group_size, or no bits", where)
     if method == "compressed-tensors":
@@ -164,11 +177,8 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
     if algorithm and not layers and not {"ignore", "exclude_modules"} & set(entries):
         fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_USE_OTHER}"
         raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where, fix)
-    for name, group in (entries.get("config_groups") or {}).items():
-        found = {_MODELOPT[each] for each in ([algorithm] if not layers else _MODELOPT)} if algorithm else set()
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in found:
-            raise refuse("modelopt", _described_group(str(name), group), where)
+    known = () if not algorithm else (algorithm,) if not layers else tuple(_MODELOPT)
+    _check_modelopt_groups("modelopt", entries, known, where)
     size = entries.get("group_size")
     if size is not None and algorithm in _MODELOPT and size != _MODELOPT[algorithm][1]:
         raise refuse("modelopt", f"group_size = {size!r} and quant_algo = {algorithm!r}", where)
@@ -187,6 +197,18 @@ def _check_mixed(entries: Mapping[str, Any], where: str | None) -> None:
     for name, layer in layers.items():
         if not name.endswith(".experts") or layer["quant_algo"] != entries["moe_quant_algo"]:
             raise refuse("fp8", f"quantized_layers.{_described(name, layer)}", where)
+    _check_modelopt_groups("fp8", entries, [entries["moe_quant_algo"]], where)
+
+
+def _check_modelopt_groups(
+    method: str, entries: Mapping[str, Any], algorithms: Iterable[str], where: str | None
+) -> None:
+    """The weights of all of ModelOpt's `config_groups` must be those of one of its formats."""
+    known = {_MODELOPT[each] for each in algorithms}
+    for name, group in (entries.get("config_groups") or {}).items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in known:
+            raise refuse(method, _described_group(str(name), group), where)
 
 
 _MODELOPTS = frozenset(("quant_algo", "quantized_layers", "config_groups", "ignore", "group_size"))
@@ -303,6 +325,18 @@ def _groups(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value)
 
 
+def _layers(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _real_weights(value: Any) -> bool:
+    """Quark's `export`: weights are stored in few bits, not rounded and stored in 16."""
+    return value is None or (isinstance(value, Mapping) and value.get("weight_format", "real_quantized") == _REAL)
+
+
+_REAL = "real_quantized"
+
+
 def _modelopt_layers(value: Any) -> bool:
     """ModelOpt's list of layers whose formats differ, or none."""
     if value is None or not isinstance(value, Mapping):
@@ -335,9 +369,10 @@ _SAYS_NOTHING = frozenset(
     ("act_group_aware", "activation_scale_ub", "activation_scheme", "backend", "batch_size", "block_name_to_quantize",
      "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "desc_act",
      "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "global_compression_ratio", "is_marlin_format",
-     "kv_cache_quant_algo", "kv_cache_scheme", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
-     "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse",
-     "pad_token_id", "parallel_packing", "producer", "quantization_status", "quantized_by", "quantizer",
+     "kv_cache_post_rope", "kv_cache_quant_algo", "kv_cache_quant_config", "kv_cache_scheme", "max_input_length",
+     "meta", "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+     "modules_in_block_to_quantize", "modules_to_fuse", "mse",
+     "pad_token_id", "parallel_packing", "producer", "quant_mode", "quantization_status", "quantized_by", "quantizer",
      "run_compressed", "static_groups", "sym", "tokenizer", "true_sequential", "uri", "use_cuda_fp16", "use_exllama",
      "use_optimized_inference", "version")
 )  # fmt: skip
@@ -366,6 +401,11 @@ _KNOWN: dict[str, dict[str, Check]] = {
     "modelopt": {
         "quant_algo": _one_of(*_MODELOPT, "MIXED_PRECISION", None), "ignore": _names, "exclude_modules": _names,
         "config_groups": _groups, "group_size": _one_of(None, 16, 32), "quantized_layers": _modelopt_layers,
+    },
+    "quark": {
+        "global_quant_config": _groups, "layer_quant_config": _layers, "exclude": _names, "export": _real_weights,
+        "algo_config": quark_options.is_folded, "layer_type_quant_config": _one_of(None, {}),
+        "softmax_quant_spec": _one_of(None),
     },
     "mxfp4": {"modules_to_not_convert": _names},
     "awq": {

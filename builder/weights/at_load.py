@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 from transformers import PreTrainedModel
 
-from precast.builder.weights.quantisation import Scheme, Weight, unskipped
+from precast.builder.weights.schemes.chosen import unskipped
+from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.graph.schema import Concat, Dequantise, Quantise, Read, Recipe, Stack
 from precast.ir.weights import recipes
 from precast.ir.weights.quantised import PARTS

@@ -22,11 +22,13 @@ from precast.builder.graph.rounding import NONE, Roundings
 from precast.builder.source.model_class import Unmade
 from precast.builder.weights.at_load import scheme as at_load_scheme
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
-from precast.builder.weights.quantisation import Weight, scheme_of
+from precast.builder.weights.quantisation import scheme_of
+from precast.builder.weights.schemes.scheme import Weight
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Read, Recipe, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
+from precast.ir.weights import fit
 from precast.ir.weights import recipes as ir_recipes
 
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
@@ -110,7 +112,7 @@ class ModelCheckpoint:
         patterns = {*self._beside, *unused_patterns(self._saved, tensors)}
         if self._whole is not None:
             saved = saved_tensors(self._whole, _tied(self._whole))
-            found = [ir_recipes.resolve(name, saved, rules) for name in tensors]
+            found = [fit.resolve(name, saved, rules) for name in tensors]
             if None not in found:
                 patterns |= set(unused_patterns(saved, [name for name in found if name is not None]))
         return tuple(sorted(patterns))

@@ -16,6 +16,8 @@ CHOICES = ("published", "none")
 """What the option may name: rounded as the config says, or not at all."""
 EXPONENTS = Rounding(reason="scales of inputs that are powers of two are not made")
 """Of MX formats, whose inputs are to have an exponent for each 32 neighbours."""
+FOUR_BITS = Rounding(reason="inputs of 4 bits are not made")
+"""Of NVFP4 and MXFP4."""
 GROUP = 128
 """Neighbours of a row that have a scale together in `fp8_group`."""
 FBGEMM_BOUND = 1200.0
@@ -81,7 +83,29 @@ def of_modelopt(algorithm: str | None, stem: str) -> Rounding:
         return Rounding("fp8_tensor", Read(f"{stem}.input_scale", ()))
     if algorithm == "MXFP8":
         return EXPONENTS
-    return Rounding(reason="inputs of 4 bits are not made") if algorithm == "NVFP4" else NONE
+    return FOUR_BITS if algorithm == "NVFP4" else NONE
+
+
+def of_quark(inputs: Any, stem: str) -> Rounding:
+    """Of Quark's `input_tensors` (its `QParamsLinear`), of which MX formats have an exponent for each 32 neighbours.
+
+    `stem`: the layer's name in the checkpoint, which beside the weight has `input_scale`, if it is static.
+    """
+    if not inputs:
+        return NONE
+    known = {"fp8_e4m3": EXPONENTS, "fp4": FOUR_BITS}
+    if isinstance(inputs, Mapping) and inputs.get("scale_format") == "e8m0" and inputs.get("dtype") in known:
+        return known[inputs["dtype"]]
+    if isinstance(inputs, Mapping) and inputs.get("dtype") == "fp8_e4m3":
+        way = inputs.get("qscheme"), bool(inputs.get("is_dynamic"))
+        if way == ("per_tensor", False):
+            return Rounding("fp8_tensor", Read(f"{stem}.input_scale", ()))
+        if way == ("per_channel", True):  # of activations, tokens are what it calls channels
+            return Rounding("fp8_token")
+    told = ("dtype", "qscheme", "group_size", "is_dynamic", "symmetric", "scale_format")
+    given = inputs if isinstance(inputs, Mapping) else {}
+    said = ", ".join(f"{name} = {given[name]!r}" for name in told if given.get(name) is not None) or repr(inputs)
+    return Rounding(reason=f"input_tensors of {_short(said)}: such a rounding is not made")
 
 
 def _in_groups(size: object) -> Rounding:

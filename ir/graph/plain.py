@@ -9,7 +9,7 @@ import msgspec
 
 from precast.ir.graph.schema import Arg, Block, Call, Const, Dim, Graph, Items, Node, Ref, TensorType
 from precast.ir.memory import caches
-from precast.ir.weights import recipes
+from precast.ir.weights.shortest import shortest
 
 
 def plain(graph: Graph) -> Graph:
@@ -20,7 +20,7 @@ def plain(graph: Graph) -> Graph:
     size that is 0 or 1.
     """
     held = {value.name: value.type for value in (*graph.inputs, *graph.constants, *caches.tensors(graph.caches))}
-    params = tuple(msgspec.structs.replace(param, recipe=recipes.plain(param.recipe)) for param in graph.params)
+    params = tuple(msgspec.structs.replace(param, recipe=shortest(param.recipe)) for param in graph.params)
     main, names = _kept(graph.main, held | {param.name: param.type for param in params})
     return msgspec.structs.replace(
         graph,

@@ -170,6 +170,11 @@ def text(expr: Expr) -> str:
     return f"{expr.op}({', '.join(parts)})"
 
 
+def shape_text(shape: Iterable[Expr]) -> str:
+    """The sizes of a tensor as the text form writes them: `[T, 32]`."""
+    return f"[{', '.join(map(text, shape))}]"
+
+
 def is_plain(name: str) -> bool:
     """Whether the text form writes this name without quotes."""
     return _PLAIN.fullmatch(name) is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dtype, Expr, TensorType
+from precast.ir.graph.symbols import shape_text
 from precast.ir.ops.op import Args, ShapeError
 
 COMPUTED: tuple[Dtype, ...] = ("float16", "bfloat16", "float32", "float64")
@@ -90,11 +91,6 @@ def axis_of(dim: Any, rank: int, name: str = "dim") -> int:
     """The dimension that `dim` names, counted from the front."""
     expect(isinstance(dim, int) and -rank <= dim < rank, f"{name}: {dim} is outside of {rank} dimensions")
     return int(dim) % rank
-
-
-def shape_text(shape: Sequence[Expr]) -> str:
-    """`[1, T, 8]`."""
-    return "[" + ", ".join(symbols.text(size) for size in shape) + "]"
 
 
 def broadcast(*shapes: Sequence[Expr]) -> tuple[Expr, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dtype, Expr, TensorType
+from precast.ir.graph.symbols import shape_text
 from precast.ir.ops import work
 from precast.ir.ops.checks import (
     COMPUTED,
@@ -17,7 +18,6 @@ from precast.ir.ops.checks import (
     expect_one_of,
     expect_rank,
     expect_shape,
-    shape_text,
 )
 from precast.ir.ops.op import Args, Integers, ShapeError, last_of, row
 from precast.ir.weights import quantised

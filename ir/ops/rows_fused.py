@@ -13,8 +13,9 @@ from precast.ir import limits
 from precast.ir.graph import symbols
 from precast.ir.graph.infer import apply_shape_rule, misfits, references
 from precast.ir.graph.schema import Const, Dim, Expr, Items, Ref, Step, Steps, TensorType
+from precast.ir.graph.symbols import shape_text
 from precast.ir.ops import rows_pointwise, rows_reductions
-from precast.ir.ops.checks import COMPUTED, INTEGERS, broadcast, expect, expect_dtype, expect_shape, shape_text
+from precast.ir.ops.checks import COMPUTED, INTEGERS, broadcast, expect, expect_dtype, expect_shape
 from precast.ir.ops.op import EACH, Args, ShapeError, row
 from precast.ir.ops.work import steps as steps_work
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, TensorType
+from precast.ir.graph.symbols import shape_text
 from precast.ir.ops.checks import (
     COMPUTED,
     expect,
@@ -22,7 +23,6 @@ from precast.ir.ops.checks import (
     expect_shape,
     expect_tokens,
     expect_vector,
-    shape_text,
 )
 from precast.ir.ops.op import GROUP, SEQUENCE_BOUNDS, SEQUENCE_LENGTHS, SEQUENCES, Args, OpDef, State, row
 from precast.ir.ops.work import Work, each

@@ -7,7 +7,8 @@ from typing import Any
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr, TensorType
-from precast.ir.ops.checks import WORLD, axis_of, broadcast, expect, expect_dtype, expect_rank, expect_shape, shape_text
+from precast.ir.graph.symbols import shape_text
+from precast.ir.ops.checks import WORLD, axis_of, broadcast, expect, expect_dtype, expect_rank, expect_shape
 from precast.ir.ops.op import EACH, OVER_DIM, Args, Tokens, row
 from precast.ir.ops.work import nothing
 

@@ -8,6 +8,7 @@ from precast.ir import limits
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dequantise, Dtype, Expr, Quantise, ReadDtype
+from precast.ir.graph.symbols import shape_text
 
 PER_INT32 = 8
 """Values of four bits in an int32."""
@@ -69,7 +70,9 @@ def shape(recipe: Dequantise, *parts: Sequence[Expr]) -> tuple[Expr, ...]:
     expect(matrices <= limits.MAX_EACH, f"{recipe.format}: {matrices} matrices, expected at most {limits.MAX_EACH}")
     one: Sizes = (*of[:-2], 1, 1)
     if whole is not None:
-        expect(whole == one, f"{recipe.format}: expected a global scale of {_text(one)}, found {_text(whole)}")
+        expect(
+            whole == one, f"{recipe.format}: expected a global scale of {shape_text(one)}, found {shape_text(whole)}"
+        )
     return _shape(recipe.format, sizes, recipe.block)
 
 
@@ -90,7 +93,7 @@ def shape_in_op(
 
 def shape_at_load(recipe: Quantise, of: Sequence[Expr]) -> Sizes:
     """The sizes of a part of matrices that are quantised while they are read. Raises RecipeError for no matrices."""
-    expect(len(of) >= 2, f"quantise: {_text(tuple(of))}, expected rows and columns")
+    expect(len(of) >= 2, f"quantise: {shape_text(tuple(of))}, expected rows and columns")
     expect(all(size > 0 for size in recipe.block), f"quantise: a block of {recipe.block}")
     if recipe.part == "values":
         return tuple(of)
@@ -164,11 +167,11 @@ def _in_blocks(format: str, sizes: Mapping[str, Sizes], block: Sequence[Expr] | 
     assert block is not None
     is_block = len(block) == 2 and all(not isinstance(each, int) or each > 0 for each in block)
     expect(is_block, f"{format}: a block of {block}")
-    expect(len(of) >= 2, f"{format}: values of {_text(of)}, expected rows and columns")
+    expect(len(of) >= 2, f"{format}: values of {shape_text(of)}, expected rows and columns")
     expected = (*of[:-2], *(_in_parts(size, each) for size, each in zip(of[-2:], block, strict=True)))
-    expect(_equal(scales, expected), f"{format}: expected scales of {_text(expected)}, found {_text(scales)}")
+    expect(_equal(scales, expected), f"{format}: expected scales of {shape_text(expected)}, found {shape_text(scales)}")
     zeros = sizes.get("zeros", expected)
-    expect(_equal(zeros, expected), f"{format}: expected zeros of {_text(expected)}, found {_text(zeros)}")
+    expect(_equal(zeros, expected), f"{format}: expected zeros of {shape_text(expected)}, found {shape_text(zeros)}")
     return of
 
 
@@ -180,7 +183,7 @@ def _in_parts(size: Expr, part: Expr) -> Expr:
 
 def _mxfp4(of: Sizes, scales: Sizes) -> Sizes:
     fits = len(of) >= 2 and _equal(scales, of[:-1])
-    expect(fits, f"mxfp4: blocks of {_text(of)} and scales of {_text(scales)} don't fit")
+    expect(fits, f"mxfp4: blocks of {shape_text(of)} and scales of {shape_text(scales)} don't fit")
     return (*of[:-2], symbols.mul(*of[-2:], 2))
 
 
@@ -190,21 +193,23 @@ def _nvfp4(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     values, scaled = (tuple(symbols.mul(e, n) for e in each[-1:]) for each, n in ((of, 2), (scales, NVFP4_BLOCK)))
     fits = fits and _equal(values, scaled)
     fits = fits and any(_equal(whole, (*of[:-2], each, 1)) for each in (1, *of[-2:-1]))
-    found = f"values of {_text(of)}, scales of {_text(scales)}, a global scale of {_text(whole)}"
+    found = f"values of {shape_text(of)}, scales of {shape_text(scales)}, a global scale of {shape_text(whole)}"
     expect(fits, f"{format}: {found} don't fit")
     return (*of[:-1], symbols.mul(scales[-1], NVFP4_BLOCK))
 
 
 def _packed(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
     of, scales, each = sizes["of"], sizes["scales"], PACKED[format]
-    expect(len(of) == 2 and len(scales) == 2, f"{format}: values of {_text(of)} and scales of {_text(scales)}")
+    expect(
+        len(of) == 2 and len(scales) == 2, f"{format}: values of {shape_text(of)} and scales of {shape_text(scales)}"
+    )
     columns = symbols.mul(of[1], each)
     fits = symbols.equal(scales[0], of[0]) and scales[1] != 0 and ("groups" in sizes or _divides(scales[1], columns))
     zeros, groups = sizes.get("zeros"), sizes.get("groups")
     fits = fits and (zeros is None or _equal(zeros, (symbols.ceildiv(of[0], each), scales[1])))
     fits = fits and (groups is None or (_equal(groups, (columns,)) and "biases" not in sizes))
     fits = fits and _equal(sizes.get("biases", scales), scales)
-    found = ", ".join(f"{name} of {_text(size)}" for name, size in sizes.items())
+    found = ", ".join(f"{name} of {shape_text(size)}" for name, size in sizes.items())
     expect(fits, f"{format}: {found} don't fit")
     return (of[0], columns)
 
@@ -212,7 +217,10 @@ def _packed(format: str, sizes: Mapping[str, Sizes]) -> Sizes:
 def _awq(of: Sizes, scales: Sizes, zeros: Sizes) -> Sizes:
     fits = len(of) == 2 and len(scales) == 2 and _divides(scales[0], of[0])
     fits = fits and symbols.equal(scales[1], symbols.mul(of[1], PER_INT32)) and _equal(zeros, (scales[0], of[1]))
-    expect(fits, f"awq: values of {_text(of)}, scales of {_text(scales)} and zeros of {_text(zeros)} don't fit")
+    expect(
+        fits,
+        f"awq: values of {shape_text(of)}, scales of {shape_text(scales)} and zeros of {shape_text(zeros)} don't fit",
+    )
     return (of[0], symbols.mul(of[1], PER_INT32))
 
 
@@ -223,7 +231,7 @@ def _gptq(sizes: Mapping[str, Sizes]) -> Sizes:
     rows = symbols.mul(of[0], PER_INT32) if len(of) == 2 else 0
     groups = sizes.get("groups")
     fits = fits and (_divides(scales[0], rows) if groups is None else _equal(groups, (rows,)))
-    found = ", ".join(f"{name} of {_text(size)}" for name, size in sizes.items())
+    found = ", ".join(f"{name} of {shape_text(size)}" for name, size in sizes.items())
     expect(fits, f"gptq: {found} don't fit")
     return (rows, of[1])
 
@@ -243,10 +251,6 @@ def _divides(by: Expr, size: Expr) -> bool:
         return times % count == 0 and all(term.count(factor) >= factors.count(factor) for factor in factors)
 
     return all(is_multiple(term, times) for term, times in symbols.terms(size).items())
-
-
-def _text(sizes: Sizes) -> str:
-    return f"[{', '.join(map(symbols.text, sizes))}]"
 
 
 def _constant(format: str, sizes: Sequence[Expr]) -> Sizes:

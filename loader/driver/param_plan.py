@@ -12,7 +12,7 @@ import msgspec
 
 from precast.ir.graph.schema import Graph, Quantise
 from precast.ir.manifest import Checkpoint
-from precast.ir.weights import recipes, scales
+from precast.ir.weights import fit, scales
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import element_bytes
 from precast.loader.device import aligned
@@ -63,7 +63,7 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
 
     Raises WeightsError (weights-mismatch) with everything that doesn't fit.
     """
-    stored = recipes.require(graph, rules, files)
+    stored = fit.require(graph, rules, files)
     assembly = param_parts(scales.settled(graph.params, stored), lambda name: stored[name].dtype)
     sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
     plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))

@@ -16,7 +16,7 @@ import torch
 from precast.ir.errors import TargetError, WeightsError
 from precast.ir.graph.schema import Dequantise, Graph, Param, Quantise, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
-from precast.ir.weights import recipes, scales
+from precast.ir.weights import fit, recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.kernels import dtypes
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
@@ -69,7 +69,7 @@ def load_weights(
     TargetError (device-memory) if the params don't fit a GPU.
     """
     with PinnedBuffers(device) if buffers is None else buffers as pinned:
-        stored = recipes.require(graph, rules, files, whole=whole)
+        stored = fit.require(graph, rules, files, whole=whole)
         params = scales.settled(graph.params, stored)
         _check_room(params_bytes(graph), device)  # what is planned grows with it
         assembly = param_parts(params, lambda name: stored[name].dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -53,13 +54,21 @@ def test_the_range_is_that_of_pyproject() -> None:
     assert wanted == [f"transformers>={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}"]
 
 
-def test_build_says_it_before_transformers_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "needs_it",
+    [
+        "precast.build",
+        "from precast.builder.build import build",
+        "from precast.check.check import compare",
+    ],
+)
+def test_it_is_said_before_transformers_is_imported(needs_it: str, tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(installed("4.57.6", tmp_path))!r})
 import precast
 try:
-    precast.build
+    {needs_it}
 except precast.TargetError as error:
     print(error.code, "transformers" in sys.modules)
 """
@@ -67,3 +76,13 @@ except precast.TargetError as error:
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
 
     assert ran.stdout.split() == ["dependency-unsupported", "False"]
+
+
+def test_the_command_line_says_it_where_it_compares_with_transformers(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "precast", "build", "model", "-o", tmp_path / "b", "--check"]
+    env = os.environ | {"PYTHONPATH": str(installed("4.57.6", tmp_path))}
+
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+    assert ran.returncode == 4
+    assert "transformers 4.57.6 is installed, expected 5.17 or newer" in ran.stderr

@@ -28,7 +28,7 @@ import precast
 from precast.check.agreement import NUM_TOKENS, PROMPTS, arrive_one_after_another
 from precast.cli.main import main
 from precast.ir.errors import BuildError
-from precast.ir.weights import recipes
+from precast.ir.weights import fit
 from precast.ir.weights.checkpoint import CheckpointFiles
 
 # One of each kind of layer: what the commands do is the same for the others.
@@ -48,7 +48,7 @@ def test_logits_and_tokens_are_those_of_transformers(
     bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32")
 
     assert passes is None or passes.compared[-1] == passes.last
-    recipes.check(bundle.graph, bundle.manifest.checkpoint, CheckpointFiles.open(tmp_path / "ckpt"))
+    fit.check(bundle.graph, bundle.manifest.checkpoint, CheckpointFiles.open(tmp_path / "ckpt"))
     answers = compare_logits_and_answer(model, tmp_path)
     if variant in families.LENGTH_CHANGES_RESULTS:
         use_cache = variant not in families.CACHE_CHANGES_RESULTS

@@ -103,6 +103,15 @@ def inputs(format: str, weights: dict[str, Any], **activations: Any) -> dict[str
 
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+QUARK = {"dtype": "fp8_e4m3", "symmetric": True}
+
+
+def quark(qscheme: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """A config of Quark of one scale for each matrix (per_tensor) or row (per_channel)."""
+    layer = {"weight": QUARK | {"qscheme": qscheme, "ch_axis": 0, "is_dynamic": False}, "input_tensors": inputs}
+    return {"quant_method": "quark", "global_quant_config": layer, "exclude": ["lm_head"]}
+
+
 BLOCKS = small(float8("_scale_inv", (128, 128), blocks))
 CHANNELS = small(float8("_scale", (1, 1 << 20), rows))
 
@@ -159,6 +168,16 @@ CASES = {
         llama(inputs("float-quantized", FP8 | {"strategy": "tensor"}, **FP8, strategy="tensor", dynamic=False),
               with_scale(small(float8("_scale", None, lambda *_: (1,))), ".input_scale", (1,))),
         "fp8_tensor", by_scale(".input_scale"),
+    ),
+    "Quark, static": Published(
+        llama(quark("per_tensor", QUARK | {"qscheme": "per_tensor", "is_dynamic": False}),
+              with_scale(small(float8("_scale", None, scalar)), ".input_scale", ())),
+        "fp8_tensor", by_scale(".input_scale"),
+    ),
+    "Quark of tokens": Published(
+        llama(quark("per_channel", QUARK | {"qscheme": "per_channel", "is_dynamic": True, "ch_axis": 1}),
+              small(float8("_scale", (1, 1 << 20), lambda rows, _: (rows,)))),
+        "fp8_token", always(float8_tokens),
     ),
     "compressed INT8 of tokens": Published(
         llama(inputs("int-quantized", integers(8, "channel", symmetric=True), num_bits=8, type="int",

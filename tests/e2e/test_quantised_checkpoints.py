@@ -16,6 +16,7 @@ import families
 import pytest
 import quantised
 import torch
+from published_configs import quark
 from quantised_checkpoints import (
     SIZES,
     Case,
@@ -111,6 +112,13 @@ CASES = {
     "ModelOpt MXFP8": Case(
         "llama", {"quantization": MODELOPT["quantization"] | {"quant_algo": "MXFP8", "group_size": 32}},
         quantised.mxfp8, "hf_quant_config.json",
+    ),
+    "Quark MXFP8": Case("llama", quark("fp8_e4m3"), quantised.mxfp8),
+    "Quark MXFP4": Case(
+        "llama", quark("fp4"), functools.partial(quantised.packed_mxfp4, packed=""), changes=SIZES | {"head_dim": 32}
+    ),
+    "Quark MXFP8 experts": Case(
+        "qwen3_moe", quark("fp8_e4m3"), quantised.mxfp8, changes=SIZES | {"moe_intermediate_size": 128}
     ),
     "MXFP8 experts": Case(
         "qwen3_moe", MXFP8, functools.partial(quantised.mxfp8, suffix="_scale_inv"),

@@ -27,7 +27,7 @@ from precast.ir.graph.schema import Graph
 from precast.ir.graph.text import format_graph
 from precast.ir.manifest import Checkpoint, ConfigFacts
 from precast.ir.verify.verifier import check
-from precast.ir.weights import config_facts, recipes, tensorfile
+from precast.ir.weights import config_facts, fit, recipes, tensorfile
 from precast.ir.weights.checkpoint import INDEX, SINGLE, CheckpointFiles, StoredTensor
 from precast.ir.weights.sources import LocalFolder
 
@@ -153,8 +153,8 @@ def _recipes(data: bytes, folder: Path) -> None:
         stored[read.tensor] = StoredTensor(SINGLE, read.dtype or "float32", read.shape, 8, size)
     files = CheckpointFiles(LocalFolder(folder), stored)
     graph = msgspec.structs.replace(tiny_graph(1), params=params)
-    recipes.check(graph, Checkpoint(), files)
-    found = recipes.require(graph, Checkpoint(), files)
+    fit.check(graph, Checkpoint(), files)
+    found = fit.require(graph, Checkpoint(), files)
     assembly = param_parts(params, lambda name: found[name].dtype)
     plan_reads(assembly, found.__getitem__)
     inputs = Assembly(lambda name: found[name].dtype)

@@ -239,13 +239,13 @@ def integers(
     return {name + suffix: tensor.contiguous() for suffix, tensor in stored.items()}, dense
 
 
-def packed_mxfp4(name: str, weight: torch.Tensor) -> Stored:
+def packed_mxfp4(name: str, weight: torch.Tensor, packed: str = "_packed") -> Stored:
     """compressed-tensors' MXFP4: blocks of 32 columns have an exponent."""
     rows, columns = weight.shape
     values = torch.randint(0, 256, (rows, columns // 2)).to(torch.uint8)
     scales = torch.randint(118, 124, (rows, columns // 32)).to(torch.uint8)
     dense = _mxfp4(values.reshape(rows, columns // 32, 16), scales)
-    return {name + "_packed": values, name + "_scale": scales}, dense
+    return {name + packed: values, name + "_scale": scales}, dense
 
 
 def mlx(name: str, weight: torch.Tensor, bits: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Stored:

@@ -105,7 +105,7 @@ def verify(
 def _weights(bundle: Bundle, weights: str, timeout: float) -> Report:
     """Whether all params can be made from a checkpoint. Raises WeightsError with all that stands against it."""
     from precast.cli.show import Report
-    from precast.ir.weights import config_facts, recipes
+    from precast.ir.weights import config_facts, fit
     from precast.ir.weights.checkpoint import CheckpointFiles
     from precast.loader.sources.open import folder_of
     from precast.loader.sources.remote import Waits
@@ -113,7 +113,7 @@ def _weights(bundle: Bundle, weights: str, timeout: float) -> Report:
     folder = folder_of(weights, Waits(timeout))
     files = CheckpointFiles.open(folder)
     config_facts.check(bundle.manifest.config, folder)
-    recipes.check(bundle.graph, bundle.manifest.checkpoint, files, most=None)
+    fit.check(bundle.graph, bundle.manifest.checkpoint, files, most=None)
     num_params = len(bundle.graph.params)
     fields = {"params": num_params, "tensors": len(files.tensors)}
     return Report(fields, f"weights: all {num_params} params can be made from {folder.name}")

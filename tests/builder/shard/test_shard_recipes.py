@@ -10,6 +10,7 @@ from precast.builder.shard.layouts import Piece, Pieces, Units
 from precast.builder.shard.recipes import split
 from precast.ir.graph.schema import Cast, Concat, Each, Read, Recipe, Reshape, Slice, Stack, Tie, Transpose
 from precast.ir.weights import recipes
+from precast.ir.weights.shortest import shortest
 
 UNITS = Units(4, "tp", 4, 0)
 
@@ -69,12 +70,12 @@ def test_each_rank_makes_its_units(recipe: Recipe, dim: int, pieces: Pieces, tp:
         expected.append(whole.narrow(dim, place, whole.shape[dim] - place))
         made = evaluate(of_rank(mine, tp, rank), stored)
         assert torch.equal(made, torch.cat(expected, dim))
-        assert torch.equal(evaluate(recipes.plain(of_rank(mine, tp, rank)), stored), made)
+        assert torch.equal(evaluate(shortest(of_rank(mine, tp, rank)), stored), made)
 
 
 @pytest.mark.parametrize(("recipe", "dim", "pieces"), CASES)
 def test_on_one_rank_the_recipe_is_what_it_was(recipe: Recipe, dim: int, pieces: Pieces) -> None:
-    assert recipes.plain(of_rank(split(recipe, {dim: pieces}), 1, 0)) == recipe
+    assert shortest(of_rank(split(recipe, {dim: pieces}), 1, 0)) == recipe
 
 
 def test_gate_and_up_that_alternate_are_cut_where_they_are_read() -> None:
@@ -98,7 +99,7 @@ def test_a_vocabulary_that_ranks_do_not_divide_is_filled_up() -> None:
     parts = [evaluate(of_rank(mine, 4, rank), stored) for rank in range(4)]
     assert [len(part) for part in parts] == [2, 2, 2, 2]
     assert torch.equal(torch.cat(parts)[:7], stored["embed"])
-    assert recipes.plain(of_rank(mine, 1, 0)) == recipe
+    assert shortest(of_rank(mine, 1, 0)) == recipe
 
 
 def test_a_tie_stays_a_tie() -> None:

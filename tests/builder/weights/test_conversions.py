@@ -21,6 +21,7 @@ from precast.builder.source.shrink import random_model, shrink
 from precast.builder.weights.recipes import ModelCheckpoint, unused_patterns
 from precast.ir.graph.schema import Cast, Concat, Each, Graph, Param, Read, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
+from precast.ir.weights import fit
 from precast.ir.weights import recipes as ir_recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.loader.torch_device import open_device
@@ -130,9 +131,9 @@ def test_what_the_text_decoder_leaves_out_is_listed_as_unused(tmp_path: Path) ->
     assert rules.unused == ("multi_modal_projector.*", "vision_tower.*")
     assert any(name.startswith("vision_tower.") for name in saved.tensors)
     graph = params_graph(recipes, saved.state)
-    assert ir_recipes.problems(graph, rules, saved.files) == []
+    assert fit.problems(graph, rules, saved.files) == []
     everything = msgspec.structs.replace(rules, unused=())
-    assert {problem.kind for problem in ir_recipes.problems(graph, everything, saved.files)} == {"unexpected"}
+    assert {problem.kind for problem in fit.problems(graph, everything, saved.files)} == {"unexpected"}
 
 
 def test_a_text_model_reads_its_part_of_a_multimodal_checkpoint() -> None:
@@ -143,8 +144,8 @@ def test_a_text_model_reads_its_part_of_a_multimodal_checkpoint() -> None:
     rules = ModelCheckpoint(meta).known_names()
 
     assert rules.prefixes == {"model.": "model.language_model."}
-    assert {ir_recipes.resolve(name, multimodal, rules) for name in names} == multimodal
-    assert {ir_recipes.resolve(name, names, rules) for name in names} == names
+    assert {fit.resolve(name, multimodal, rules) for name in names} == multimodal
+    assert {fit.resolve(name, names, rules) for name in names} == names
 
 
 @pytest.mark.parametrize("model_type", ["llama4", "mllama"])

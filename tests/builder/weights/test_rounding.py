@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from precast.builder.graph.rounding import NONE, Rounding, rounding_of
-from precast.builder.weights.rounding import of_compressed_tensors, of_fbgemm, of_fp8, of_modelopt
+from precast.builder.weights.rounding import of_compressed_tensors, of_fbgemm, of_fp8, of_modelopt, of_quark
 from precast.ir.graph.schema import Concat, Each, Read
 
 GROUPS, TOKENS = Rounding("fp8_group"), Rounding("fp8_token")
@@ -110,6 +110,38 @@ def test_modelopt_has_scales_of_inputs_in_8_bits() -> None:
     assert of_modelopt("MXFP8", "l.q") == Rounding(reason="scales of inputs that are powers of two are not made")
     assert of_modelopt("NVFP4", "l.q") == Rounding(reason="inputs of 4 bits are not made")
     assert of_modelopt("W4A16_NVFP4", "l.q") == NONE
+
+
+QUARK = {"dtype": "fp8_e4m3", "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (QUARK | {"qscheme": "per_tensor", "is_dynamic": False}, static("l.q.input_scale")),
+        (QUARK | {"qscheme": "per_channel", "is_dynamic": True, "ch_axis": 1}, TOKENS),
+    ],
+)
+def test_quark(inputs: object, expected: Rounding) -> None:
+    assert of_quark(inputs, "l.q") == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        (None, ""),
+        ({"dtype": "fp8_e4m3", "scale_format": "e8m0"}, "scales of inputs that are powers of two are not made"),
+        ({"dtype": "fp4", "scale_format": "e8m0"}, "inputs of 4 bits are not made"),
+        ({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": True},
+         "input_tensors of dtype = 'fp8_e4m3', qscheme = 'per_tensor', is_dynamic = True: such a rounding is not"),
+        (8, "input_tensors of 8: such a rounding is not made"),
+    ],
+)  # fmt: skip
+def test_quarks_inputs_are_not_rounded(inputs: object, reason: str) -> None:
+    found = of_quark(inputs, "l.q")
+
+    assert found == Rounding(reason=found.reason)
+    assert found.reason.startswith(reason)
 
 
 def test_what_layers_say_that_are_joined() -> None:

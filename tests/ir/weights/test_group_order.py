@@ -11,7 +11,7 @@ import pytest
 from precast.ir.errors import WeightsError
 from precast.ir.graph.schema import Graph, Param, Read, TensorType
 from precast.ir.manifest import Checkpoint
-from precast.ir.weights import group_order, recipes
+from precast.ir.weights import fit, group_order
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.sources import LocalFolder
 from precast.ir.weights.tensorfile import encode
@@ -78,7 +78,7 @@ def test_of_what_no_recipe_reads_all_is_reported(readers: int | None, tmp_path: 
     rules = Checkpoint(ignored=("*.g_idx",), groups_in_order={"*.g_idx": 2})
 
     with pytest.raises(WeightsError) as error:
-        recipes.check(graph, rules, CheckpointFiles.open(folder))
+        fit.check(graph, rules, CheckpointFiles.open(folder))
 
     assert error.value.message.splitlines()[2:] == [
         "    b.g_idx: input 0 is of group 1, expected 0",

@@ -7,9 +7,9 @@ import pytest
 from precast.ir.errors import RecipeError, WeightsError
 from precast.ir.graph.schema import Cast, Graph, Param, Read, Reshape, Scale, TensorType
 from precast.ir.manifest import Checkpoint
-from precast.ir.weights import recipes, scales
+from precast.ir.weights import fit, recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
-from precast.ir.weights.recipes import Problem
+from precast.ir.weights.fit import Problem
 from precast.ir.weights.sources import LocalFolder
 
 RULES = Checkpoint(ignored=("*_scale",))
@@ -39,9 +39,9 @@ def test_a_scale_without_a_name() -> None:
 
 
 def test_a_checkpoint_has_all_scales_or_none() -> None:
-    assert recipes.problems(GRAPH, RULES, files()) == []
-    assert recipes.problems(GRAPH, RULES, files("a.k_proj.k_scale", "a.v_scale")) == []
-    assert recipes.problems(GRAPH, RULES, files("a.k_scale")) == [
+    assert fit.problems(GRAPH, RULES, files()) == []
+    assert fit.problems(GRAPH, RULES, files("a.k_proj.k_scale", "a.v_scale")) == []
+    assert fit.problems(GRAPH, RULES, files("a.k_scale")) == [
         Problem("missing", "a.v_scale", "expected floating point [], as there are other scales")
     ]
 
@@ -49,38 +49,38 @@ def test_a_checkpoint_has_all_scales_or_none() -> None:
 def test_a_scale_that_is_read_is_not_unexpected() -> None:
     other = files("a.k_scale", "a.v_scale", "a.v_proj.v_scale")
 
-    (problem,) = recipes.problems(GRAPH, Checkpoint(), other)
+    (problem,) = fit.problems(GRAPH, Checkpoint(), other)
 
     assert (problem.kind, problem.tensor) == ("unexpected", "a.v_proj.v_scale")
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_one_number_in_any_shape(shape: tuple[int, ...]) -> None:
-    assert recipes.problems(GRAPH, RULES, files("a.k_scale", "a.v_scale", shape=shape)) == []
+    assert fit.problems(GRAPH, RULES, files("a.k_scale", "a.v_scale", shape=shape)) == []
 
 
 @pytest.mark.parametrize("shape", [(2,), (8, 1), (0,)])
 def test_several_numbers_are_no_scale(shape: tuple[int, ...]) -> None:
-    found = recipes.problems(GRAPH, RULES, files("a.k_scale", "a.v_scale", shape=shape))
+    found = fit.problems(GRAPH, RULES, files("a.k_scale", "a.v_scale", shape=shape))
 
     assert [(problem.kind, problem.tensor) for problem in found] == [("shape", "a.k_scale"), ("shape", "a.v_scale")]
     assert "expected one number, found [" in found[0].message
 
 
 def test_an_integer_is_no_scale() -> None:
-    found = recipes.problems(GRAPH, RULES, files("a.k_scale", "a.v_scale", dtype="int8"))
+    found = fit.problems(GRAPH, RULES, files("a.k_scale", "a.v_scale", dtype="int8"))
 
     assert {problem.kind for problem in found} == {"dtype"}
 
 
 def test_what_is_there_is_read_and_the_rest_is_the_default() -> None:
-    there = recipes.require(GRAPH, RULES, files("a.k_proj.k_scale", "a.v_scale"))
+    there = fit.require(GRAPH, RULES, files("a.k_proj.k_scale", "a.v_scale"))
     k, v = scales.settled(GRAPH.params, there)
 
     assert list(there) == ["a.k_scale", "a.v_scale"]
     assert k.recipe == Reshape(Cast(Read("a.k_scale", ()), "float32"), (1,))
     assert v.recipe == Reshape(Cast(Read("a.v_scale", ()), "float32"), (1,))
-    assert scales.settled(GRAPH.params, recipes.require(GRAPH, RULES, files())) == GRAPH.params
+    assert scales.settled(GRAPH.params, fit.require(GRAPH, RULES, files())) == GRAPH.params
 
 
 def test_numbers_that_are_no_scales_are_named() -> None:

@@ -17,7 +17,7 @@ from precast.ir.errors import BundleError
 from precast.ir.graph.schema import Apply, Cast, Concat, Recipe, Reshape, Slice, Stack, Tie, Transpose
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
-from precast.ir.weights.recipes import require
+from precast.ir.weights.fit import require
 from precast.kernels import dtypes
 from precast.loader.placement import Placement, bind_world
 from precast.loader.torch_device import CpuDevice

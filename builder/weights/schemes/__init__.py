@@ -1,0 +1,1 @@
+"""How quantised checkpoints are stored, a file for each method that their configs name."""

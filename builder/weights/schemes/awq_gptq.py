@@ -1,0 +1,87 @@
+"""AWQ and GPTQ: values of four bits with the inputs of a layer first, in groups of inputs."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from transformers import PreTrainedModel
+
+from precast.builder.source.quantised_options import Quantised, refuse
+from precast.builder.weights.schemes.chosen import all_but
+from precast.builder.weights.schemes.scheme import Scheme, Weight
+from precast.ir.graph.schema import Dequantise, Read, Recipe, Transpose
+
+INT32 = 8
+"""Values of four bits in an int32."""
+
+
+def awq(model: PreTrainedModel, options: Quantised) -> Scheme:
+    """AutoAWQ's `gemm`: eight outputs of an input in an int32."""
+
+    def recipe(weight: Weight) -> Recipe:
+        size, columns, zeros, scales = _grouped("awq", weight, options)
+        values = Read(weight.stem + ".qweight", (size, columns // INT32), "int32")
+        return Transpose(Dequantise(values, scales, "awq", zeros=zeros), 0, 1)
+
+    skipped = options.get("modules_to_not_convert", None)
+    return Scheme("awq", all_but(model, skipped, default_too=True), recipe, ())
+
+
+def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
+    """GPTQ, whose `g_idx` has the group of each input. Without act order (`desc_act`) groups are of neighbours: it is
+    read only where the last of them is a smaller one.
+    """
+    format = options.get("checkpoint_format", options.get("format", "gptq"))
+    kept = options.get("modules_in_block_to_quantize", None) or ()
+    suffixes = [name for names in kept for name in ([names] if isinstance(names, str) else names)]
+    skipped = [pattern.removeprefix("-:") for pattern in options.get("dynamic", None) or ()]
+    chosen = all_but(model, [] if options.get("lm_head", False) else None)
+    in_order, group_size = options.get("desc_act", None) is False, options.get("group_size", 128)
+
+    def holds(weight: Weight) -> bool:
+        # Layers are quantised, and what stands beside them is not.
+        names = (weight.module, weight.stem)
+        inside = re.search(r"\.\d+\.", weight.module) is not None or weight.module == "lm_head"
+        if not inside or not chosen(weight) or any(re.match(each, name) for each in skipped for name in names):
+            return False
+        return not suffixes or any(weight.stem.endswith("." + suffix) for suffix in suffixes)
+
+    def recipe(weight: Weight) -> Recipe:
+        size, columns, zeros, scales = _grouped("gptq", weight, options)
+        values = Read(weight.stem + ".qweight", (size // INT32, columns), "int32")
+        is_whole = in_order and size % max(1, group_size) == 0
+        groups = None if is_whole else Read(weight.stem + ".g_idx", (size,), "int32")
+        offset = 1 if format == "gptq" else 0
+        return Transpose(Dequantise(values, scales, "gptq", None, zeros, groups, offset), 0, 1)
+
+    ignored = _zero_biases(model)
+    if not in_order:
+        return Scheme("gptq", holds, recipe, ignored)
+    return Scheme("gptq", holds, recipe, (*ignored, _G_IDX), groups_in_order={_G_IDX: max(0, group_size)})
+
+
+_G_IDX = "*.g_idx"
+
+
+def _zero_biases(model: PreTrainedModel) -> tuple[str, ...]:
+    """Biases of linear layers that have none: AutoGPTQ stores zeros for them."""
+    layers = (
+        path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module.bias is None
+    )
+    return tuple(sorted({re.sub(r"\.\d+\.", ".*.", path) + ".bias" for path in layers}))
+
+
+def _grouped(method: str, weight: Weight, options: Quantised) -> tuple[int, int, Read, Read]:
+    """Inputs and outputs of a linear layer, of which eight are packed together, and its groups' zeros and scales."""
+    if len(weight.shape) != 2 or not weight.name.endswith(".weight"):
+        raise refuse(method, f"stacked experts ({weight.name})")
+    outputs, inputs = weight.shape
+    if inputs % INT32 or outputs % INT32:
+        raise refuse(method, f"{weight.name} of {list(weight.shape)}, sizes that are no multiples of {INT32}")
+    size = inputs if options.get("group_size", 128) == -1 else options.get("group_size", 128)
+    if method == "awq" and inputs % size:
+        raise refuse(method, f"{weight.name}: {inputs} inputs in groups of {size}")
+    rows = -(-inputs // size)
+    zeros = Read(weight.stem + ".qzeros", (rows, outputs // INT32), "int32")
+    return inputs, outputs, zeros, Read(weight.stem + ".scales", (rows, outputs))

@@ -1,0 +1,72 @@
+"""Which weights of a model are quantised, by the names that configs have for layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+
+from precast.builder.weights.conversions import other_prefixes
+from precast.builder.weights.schemes.scheme import Weight
+
+
+def is_linear(model: PreTrainedModel, weight: Weight) -> bool:
+    """Whether this is the weight of a linear layer, or of one of the experts that transformers keeps stacked."""
+    leaf = weight.param.rpartition(".")[2]
+    if weight.module.endswith(".experts"):
+        return "bias" not in leaf and len(weight.shape) in (2, 3)
+    return leaf == "weight" and isinstance(model.get_submodule(weight.module), torch.nn.Linear)
+
+
+def all_but(
+    model: PreTrainedModel, skipped: list[str] | None, *, default_too: bool = False
+) -> Callable[[Weight], bool]:
+    """All linear layers but those of `skipped`, by transformers' rules; None: all but the head.
+
+    A name may be the module's or the checkpoint's.
+    """
+    in_float32 = list(model._keep_in_fp32_modules or ())
+    patterns = HfQuantizer.get_modules_to_not_convert(model, skipped, in_float32, add_default_skips=default_too)
+    is_kept = kept_by(patterns)
+
+    def holds(weight: Weight) -> bool:
+        return is_linear(model, weight) and not is_kept(weight.module) and not is_kept(weight.stem)
+
+    return holds
+
+
+def kept_by(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a module of a name is not quantised: what transformers' `should_convert_module` denies.
+
+    A pattern is the name's end, or a regular expression for its beginning, up to where a part of it begins or ends. All
+    are compiled as one: a checkpoint of experts may list hundreds, and has tens of thousands of weights.
+    """
+    if not patterns:
+        return lambda name: False
+    ends = tuple(patterns)
+    begins = re.compile(rf"(?:{'|'.join(f'(?:{each})' for each in patterns)})(?:(?<=\.)|(?=\.|$))")
+    return lambda name: name.endswith(ends) or begins.match(name) is not None
+
+
+def unskipped(model: PreTrainedModel) -> Callable[[Weight], bool]:
+    """All linear layers but the head and those that transformers keeps in float32, and experts."""
+    return all_but(model, None)
+
+
+def config_names(model: PreTrainedModel) -> Callable[..., tuple[str, ...]]:
+    """What a config may call a layer, by its names in module and checkpoint: these, or those of a multimodal model."""
+    prefixes = other_prefixes(model)
+
+    def names(*found: str) -> tuple[str, ...]:
+        others = (
+            other + name.removeprefix(prefix)
+            for name in found
+            for prefix, other in prefixes.items()
+            if name.startswith(prefix)
+        )
+        return (*found, *others)
+
+    return names

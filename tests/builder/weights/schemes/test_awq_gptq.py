@@ -1,0 +1,91 @@
+"""AWQ and GPTQ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised
+import torch
+from quantised import Stored
+from stored_weights import check, config_of, linear
+from transformers import AutoModelForCausalLM
+
+from precast.builder.weights.recipes import ModelCheckpoint
+from precast.ir.weights.recipes import leaves
+
+
+@pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_awq(model_type: str, group_size: int, tmp_path: Path) -> None:
+    entries = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        size = tensor.shape[-1] if group_size == -1 else group_size
+        return quantised.awq(name.removesuffix(".weight"), tensor, size) if linear(name) else None
+
+    check(config_of(model_type, num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
+
+
+@pytest.mark.parametrize("order", [False, True], ids=["in order", "by activation"])
+@pytest.mark.parametrize(("format", "offset"), [("gptq", 1), ("gptq_v2", 0)])
+def test_gptq(order: bool, format: str, offset: int, tmp_path: Path) -> None:
+    entries = {
+        "quant_method": "gptq", "bits": 4, "group_size": 48, "desc_act": order, "sym": False,
+        "checkpoint_format": format, "damp_percent": 0.01, "dynamic": {"-:.*o_proj": {}},
+    }  # fmt: skip
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not linear(name) or "o_proj" in name:
+            return None
+        return quantised.gptq(name.removesuffix(".weight"), tensor, 48, order=order, offset=offset)
+
+    check(config_of("llama", attention_bias=True), entries, quantise, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "sizes"),
+    [
+        ({"desc_act": False, "group_size": 32}, {"*.g_idx": 32}),
+        ({"desc_act": False, "group_size": -1}, {"*.g_idx": 0}),
+        ({"desc_act": True, "group_size": 32}, {}),
+        ({"desc_act": None, "group_size": 32}, {}),
+        ({"group_size": 32}, {}),
+    ],
+)
+def test_groups_of_gptq_are_read_unless_the_config_says_that_they_are_in_order(
+    entries: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("llama"))
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    checkpoint = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4} | entries)
+
+    read = {leaf.tensor.rpartition(".")[2] for leaf in leaves(checkpoint.recipes([name])[name])}
+    rules = checkpoint.known_names()
+    assert read == {"qweight", "scales", "qzeros"} | (set() if sizes else {"g_idx"})
+    assert rules.groups_in_order == sizes
+    assert ("*.g_idx" in rules.ignored) == bool(sizes)
+
+
+def test_biases_of_zeros_that_autogptq_stores_are_ignored() -> None:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("qwen2"))
+
+    ignored = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4}).known_names().ignored
+
+    assert "model.layers.*.self_attn.o_proj.bias" in ignored
+    assert "model.layers.*.self_attn.q_proj.bias" not in ignored
+
+
+def test_gptq_of_some_modules(tmp_path: Path) -> None:
+    kept = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]]
+    entries = {"quant_method": "gptq", "bits": 4, "group_size": 32, "modules_in_block_to_quantize": kept}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        chosen = name.endswith(("q_proj.weight", "k_proj.weight", "down_proj.weight"))
+        return quantised.gptq(name.removesuffix(".weight"), tensor, 32, order=False) if chosen else None
+
+    check(config_of("llama"), entries, quantise, tmp_path)
