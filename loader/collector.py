@@ -22,7 +22,20 @@ def collector_held() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # what somebody has frozen stays so
+            if not _somebody_has_frozen():  # what is frozen stays so
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def _somebody_has_frozen() -> bool:
+    """Whether this process has frozen objects, or had some when this was asked before.
+
+    Python counts them one by one, 0.05 s for what a server has imported; what was frozen once is not counted again.
+    """
+    global _frozen_once
+    _frozen_once = _frozen_once or gc.get_freeze_count() > 0
+    return _frozen_once
+
+
+_frozen_once = False

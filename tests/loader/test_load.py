@@ -22,6 +22,7 @@ from precast.ir.encoding import FORMAT
 from precast.ir.errors import BundleError, PrecastError, RequestError, TargetError, WeightsError
 from precast.ir.graph.schema import Call, CapturePlan, Const, Graph, Node, Ref, TensorType, Value
 from precast.ir.manifest import Checkpoint, ConfigFacts, Manifest
+from precast.loader import collector
 from precast.loader.collector import collector_held
 from precast.loader.engine.params import SamplingParams
 from precast.loader.load import load
@@ -291,8 +292,9 @@ def test_the_collector_is_as_it_was(was_enabled: bool, bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_what_is_made_meanwhile_is_old_at_once(is_frozen: bool) -> None:
+def test_what_is_made_meanwhile_is_old_at_once(is_frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A young collection that came next would look through all of it. What somebody has frozen stays frozen."""
+    monkeypatch.setattr(collector, "_frozen_once", False)
     was_frozen = gc.get_freeze_count() > 0
     (gc.freeze if is_frozen else gc.unfreeze)()
     try:
@@ -303,6 +305,18 @@ def test_what_is_made_meanwhile_is_old_at_once(is_frozen: bool) -> None:
         assert (gc.get_freeze_count() > 0) == is_frozen
     finally:
         (gc.freeze if was_frozen else gc.unfreeze)()
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million objects that takes 0.05 s, and a load holds the collector back a few times."""
+    monkeypatch.setattr(collector, "_frozen_once", False)
+    counted: list[int] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 1_000_000)
+    for _ in range(2):
+        with collector_held():
+            pass
+
+    assert counted == [1]
 
 
 def test_an_opened_bundle_and_a_begun_timeline_are_carried_on(bundle: Path, checkpoint: Path) -> None:
