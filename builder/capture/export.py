@@ -13,6 +13,7 @@ import re
 from typing import cast
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch.export._trace as exporter
 from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,7 +73,6 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
     Raises BuildError: "export-failed" with the exporter's reason when the model's code can't be traced,
     "config-invalid" for sizes that an op refuses.
     """
-    _make_fake(model)
     ids = torch.zeros(1, 7, dtype=torch.int64)
     inputs = {
         "input_ids": ids,
@@ -85,11 +85,13 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
         with (
             torch.no_grad(),
             _quick_and_quiet(),
+            _results_kept(model),
             routed_attention(),
             routed_functions(model),
             routed_modules(model),
             routed_experts(),
         ):
+            _make_fake(model)
             try:
                 return _unpack(_trace(module, inputs, 1, MAX_TOKENS))
             except UserError:
@@ -127,6 +129,20 @@ def _quick_and_quiet() -> contextlib.AbstractContextManager[None]:
     )
 
 
+def _results_kept(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Lets fake tensors keep what each operation gives, for the next one like it, in models of many layers.
+
+    To keep a result takes half as long as the operation: in three layers that is a third of the trace more, in
+    twenty-four a quarter less.
+    """
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    return cast(
+        contextlib.AbstractContextManager[None],
+        dynamo_config.patch(fake_tensor_cache_enabled=layers is None or layers > _FEW_LAYERS),
+    )
+
+
+_FEW_LAYERS = 6
 _LOGGERS = ("torch.export._trace", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
