@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from precast.ir.graph.schema import Dtype, Expr
-from precast.ir.graph.symbols import add, mul, numel
+from precast.ir.graph.symbols import add, largest, mul, numel
 from precast.kernels.quantised_linear import float8, launches, streamed
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.rows import has_rows
@@ -34,6 +34,17 @@ def _dequantised(use: Use) -> Expr:
     values, results = mul(use.result.shape[-1], use.shape("input")[-1]), mul(copies // 5, numel(use.result.shape))
     scales = mul(scale, numbers(use.operands["scales"]))
     return add(mul(value, values), scales, mul(copies, numbers(use.operands["input"])), results)
+
+
+def _dequantised_rounded(use: Use) -> Expr:
+    """First the values as they are scaled; then, beside them in float32, the input multiplied out by its groups; then
+    the input and the result, where this isn't float32 itself.
+    """
+    inputs, outputs = numbers(use.operands["input"]), numel(use.result.shape)
+    values = mul(use.result.shape[-1], use.shape("input")[-1])
+    wide = mul(4 if use.dtype in _HALF else 0, outputs)
+    after = largest((mul(12, inputs), add(mul(4, inputs), wide)))
+    return largest((mul(9, values), add(mul(4, values), after)))
 
 
 _FLOAT8 = (8, 9)
@@ -171,5 +182,5 @@ RECORDS = (
     *_QUANTISED,
     reference("precast.quantised_linear", "quantised_linear.quantised_linear", _dequantised),
     *(_of_rounded(record) for record in _QUANTISED if record is not _MANY),
-    reference("precast.rounded_linear", "quantised_linear.rounded_linear", _dequantised),
+    reference("precast.rounded_linear", "quantised_linear.rounded_linear", _dequantised_rounded),
 )

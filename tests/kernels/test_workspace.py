@@ -485,7 +485,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
             ("awq", quantised.awq),
         )
     },
-    "rounded linear": ("rounded_linear", _rounded_product, {"activation": "fp8_token"}, 2.25),
+    "rounded linear": ("rounded_linear", _rounded_product, {"activation": "fp8_token"}, 1.5),
     "rounded norm": ("rounded_rms_norm", _rounded, {"make": _norm, "cast_before_scale": True}, 2.0),
     "rounded residual norm": (
         "rounded_residual_rms_norm",
