@@ -1,4 +1,4 @@
-"""On a GPU: microseconds of sparse attention a layer, launch by launch, beside what its bytes and products need.
+"""On a GPU: microseconds of sparse attention a layer, up to each launch, beside what its bytes and products need.
 
 Claims: at 131,072 tokens of context a decoding sequence takes little more than to read its index keys, and the 2,048
 latents that are selected by them; latents that are not selected cost nothing. DeepSeek-V3.2's sizes in bfloat16, in
@@ -133,10 +133,9 @@ def measure(op: str, layers: list[Arguments], case: Case) -> dict[str, Any]:
     need = needed(op, case)
     floor = max(1e6 * need["gb"] / read_rate(), 1e6 * need["tflop"] / product_rate())
     row: dict[str, Any] = {"us": us, "floor_us": round(floor, 2), "workspace_mib": num_bytes >> 20}
-    row["launches"] = {
-        f"{i} {each.kernel.partition(':')[2]}": microseconds_of((each,), layers, num_bytes, runs=3)
+    row["until"] = {
+        f"{i} {each.kernel.partition(':')[2]}": microseconds_of(found[: i + 1], layers, num_bytes, runs=3)
         for i, each in enumerate(found)
-        if 0 not in each.grid
     }
     microseconds_of(found, layers[:1], num_bytes, runs=1)
     row["differs"] = differences(op, layers[0])

@@ -19,8 +19,6 @@ from precast.kernels.use import Use
 
 Scales = Literal["one", "rows", "blocks"]
 """What has a scale together, as `ScaledProduct` says it."""
-LEAST_TOKENS = 17
-"""Of a step; fewer are Triton's. Measured choices may move it."""
 _STRIDE = 4
 """What the number of a row's scales is a multiple of, in blocks of the weight."""
 

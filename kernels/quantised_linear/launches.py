@@ -41,13 +41,12 @@ _SMALL_BYTES, _LARGE_BYTES, _SHARED_BYTES = 56 << 10, 144 << 10, 72 << 10
 """What is on its way to a program's shared memory: of few rows, where three programs share a multiprocessor of
 Hopper's; of many there, and on other GPUs, some of which have 99 KiB."""
 _SUM_BLOCK = 1024
-_VALUES_AT_ONCE = 32, 128
-"""Outputs and inputs of which a program makes values."""
+_VALUES_AT_ONCE, _WORDS_AT_ONCE = (32, 128), (32, 32)
+"""Outputs and inputs, or outputs and words of these, of which a program makes values."""
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
 ROWS = (16, 32, 96, 256)
-"""Up to so many rows tiles are of one size each; above, of the largest. From the last on a weight is dequantised once
-for all rows, where the input is not rounded: what that takes is little beside the product then."""
+"""Up to so many rows tiles are of one size each; above, of the largest."""
 
 
 class Sizes(NamedTuple):
@@ -159,13 +158,16 @@ def tile_of(use: Use, most: int | None) -> Tile:
         return _tile_of_awq(use, most)
     sizes, each = _sizes(use), values_of_a_word(use)
     # Values of words of several are made into operands of few rows without a detour over shared memory.
-    m = 16 if most == ROWS[0] else 32 if each > 1 or most == ROWS[1] else 64 if most is not None else 128
-    if m >= 64:
-        n, parts = 128 if m > 64 and sizes.outputs > 2048 else 64, 1
+    if most == ROWS[0]:
+        m = 16
+    elif each > 1 or (most == ROWS[1] and not is_exact(use)):
+        m = 32
     else:
-        # A warp has all rows of the input: with fewer outputs each, bringing these there would take most of the time.
-        n = 64 if m == 16 else 128
-        parts = _parts(sizes, n, most)
+        m = 64 if most is not None else 128
+    # A warp has all rows of the input: with fewer outputs each, bringing these there would take most of the time.
+    n = 128 if m == 32 or (m > 64 and sizes.outputs > 2048) else 64
+    # Of a tile of 64 rows as many parts as for the most rows that it is meant for, if not for more.
+    parts = 1 if m > 64 else _parts(sizes, n, most if most is None or m < 64 else max(most, ROWS[2]))
     inputs = INPUT_GROUP if each > 1 or is_exact(use) or _activation(use) == "fp8_group" else 64
     if _scales_at(use, inputs) == "values" and each in (1, 4) and sizes.group in (16 * each, 32 * each, 64):
         inputs = sizes.group
@@ -424,14 +426,21 @@ def _awq(use: Use, most: int | None) -> Launch:
 def dequantised(use: Use) -> tuple[Launch, ...]:
     """The weight's values in the input's dtype, and cuBLASLt's product with them."""
     sizes, format = _sizes(use), str(use.constant("format"))
-    of = _parts_of(use, _VALUES.get(format, 1))
+    each = _VALUES.get(format, 1)
+    of = _parts_of(use, each)
     dtype = use.operands["input"].type.dtype
     values = Pointer("workspace", dtype, linear.workspace_bytes(sizes.outputs))
-    has_pdl, (n, k) = use.target.capability >= (9, 0), _VALUES_AT_ONCE
+    has_pdl = use.target.capability >= (9, 0)
+    if by_words := each > 1 and format != "awq" and not use.has("groups"):
+        n, k = _WORDS_AT_ONCE
+        pointers, inputs = (*of.pointers[:3], of.pointers[4]), sizes.inputs // each
+    else:
+        n, k = _VALUES_AT_ONCE
+        pointers, inputs = of.pointers, sizes.inputs
     made = Launch(
-        f"{_KERNELS}:dequantise_kernel",
-        grid=(-(-sizes.outputs // n), -(-sizes.inputs // k)),
-        args=(values, *of.pointers, sizes.outputs, sizes.inputs, sizes.num_groups, *of.strides),
+        f"{_KERNELS}_whole:{'words' if by_words else 'values'}_kernel",
+        grid=(-(-sizes.outputs // n), -(-inputs // k)),
+        args=(values, *pointers, sizes.outputs, inputs, sizes.num_groups, *of.strides),
         constants={**of.constants, "BLOCK_N": n, "BLOCK_K": k, "PDL": has_pdl},
         pdl=has_pdl,
     )

@@ -1,5 +1,6 @@
 """What computes linear layers whose weights are in few bits, in half precision on GPUs. Of few rows it is the weight
-stream, on Hopper; of many cuBLASLt, where weights and rounded inputs are float8; else Triton. Elsewhere the definition.
+stream, on Hopper; of many cuBLASLt, with float8 as it is, or with weights made whole; else Triton. Elsewhere the
+definition.
 The same compute `rounded_linear`, whose input an op in front has rounded.
 
 How Triton's kernels cut their work depends on how many tokens a step has. GPUs below compute capability 8.9 have no
@@ -52,6 +53,8 @@ _FLOAT8 = (8, 9)
 _HOPPER = (9, 0)
 _LEAST_INPUTS = 16
 """What tensor cores sum at a time."""
+_TILE_ROWS = 64
+"""Rows of which Triton multiplies float8 faster than cuBLASLt: those of one tile."""
 _MOST_OFFSET = 128
 """Values minus points are whole numbers that half precision holds."""
 
@@ -107,26 +110,41 @@ def _up_to(least: int, most: int | None) -> Record:
     )  # fmt: skip
 
 
-_MANY = Record(
-    name="cublaslt.quantised_linear", op="precast.quantised_linear", kind="library", devices=("cuda",),
-    min_capability=(8, 0), allocates=False, dtypes=dict.fromkeys(("input", "bias"), _HALF),
-    sizes={"T": (launches.ROWS[-1] + 1, None)}, workspace=launches.dequantised_workspace, runs=launches.dequantised,
-    takes=(
-        *_TRITON["takes"][:3],
-        Condition("Triton, which dequantises", lambda use: "triton" in use.target.kinds),
-        Condition("an input that isn't rounded, without gaps, with rows along one axis", _has_plain_rows),
-    ),
-)  # fmt: skip
+def _whole(formats: tuple[str, ...], least: int) -> Record:
+    """Weights of such formats made whole once for all rows, of so many tokens at least: what that takes is less then
+    than to make tiles of them for each tile of rows."""
+    return Record(
+        name=f"cublaslt.quantised_linear_from_{least}", op="precast.quantised_linear", kind="library",
+        devices=("cuda",), min_capability=(8, 0), allocates=False, dtypes=dict.fromkeys(("input", "bias"), _HALF),
+        sizes={"T": (least, None)}, workspace=launches.dequantised_workspace, runs=launches.dequantised,
+        takes=(
+            Condition(f"a weight of {', '.join(formats)}", lambda use: use.constant("format") in formats),
+            *_TRITON["takes"][:3],
+            Condition("Triton, which dequantises", lambda use: "triton" in use.target.kinds),
+            Condition("an input that isn't rounded, without gaps, with rows along one axis", _has_plain_rows),
+        ),
+    )  # fmt: skip
+
+
+_WHOLE = (
+    _whole(("mxfp4", "nvfp4", "nvfp4_divided"), launches.ROWS[0] + 1),
+    _whole(("packed4", "gptq", "awq"), launches.ROWS[1] + 1),
+    _whole(("fp8", "int8", "packed8"), launches.ROWS[2] + 1),
+)
 
 
 def _float8(
-    scales: float8.Scales, of: str, least: tuple[int, int] = _HOPPER, most: tuple[int, int] | None = _HOPPER
+    scales: float8.Scales,
+    of: str,
+    tokens: int,
+    least: tuple[int, int] = _HOPPER,
+    most: tuple[int, int] | None = _HOPPER,
 ) -> Record:
-    """cuBLASLt's products of float8 with such scales; `of` says of what these are."""
+    """cuBLASLt's products of float8 with such scales, of so many tokens at least; `of` says of what the scales are."""
     return Record(
         name=f"cublaslt.quantised_linear_of_float8_{scales}", op="precast.quantised_linear", kind="library 12.9",
         devices=("cuda",), min_capability=least, max_capability=most, allocates=False,
-        sizes={"T": (float8.LEAST_TOKENS, None)}, workspace=float8.workspace, runs=float8.launches,
+        sizes={"T": (tokens, None)}, workspace=float8.workspace, runs=float8.launches,
         dtypes={
             **dict.fromkeys(("input", "bias"), _HALF), "weight": ("float8_e4m3fn",), "scales": ("float32",),
             "input_scale": ("float32",),
@@ -143,16 +161,16 @@ def _float8(
 
 
 _FLOAT8_RECORDS = (
-    _float8("one", "all", _FLOAT8, None),
-    _float8("rows", "rows, or of all of one of them"),
-    _float8("blocks", "128 inputs and of blocks of 128 x 128, a multiple of 4 in a row"),
+    _float8("one", "all", _TILE_ROWS + 1, _FLOAT8, None),
+    _float8("rows", "rows, or of all of one of them", _TILE_ROWS + 1),
+    _float8("blocks", "128 inputs and of blocks of 128 x 128, a multiple of 4 in a row", launches.ROWS[1] + 1),
 )
 _FROM = (0, *(most + 1 for most in launches.ROWS))
 _QUANTISED = (
     *streamed.records(),
     *_FLOAT8_RECORDS,
+    *_WHOLE,
     *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),
-    _MANY,
     _up_to(_FROM[-1], None),
 )
 
@@ -181,6 +199,6 @@ def _of_rounded(record: Record) -> Record:
 RECORDS = (
     *_QUANTISED,
     reference("precast.quantised_linear", "quantised_linear.quantised_linear", _dequantised),
-    *(_of_rounded(record) for record in _QUANTISED if record is not _MANY),
+    *(_of_rounded(record) for record in _QUANTISED if record not in _WHOLE),
     reference("precast.rounded_linear", "quantised_linear.rounded_linear", _dequantised_rounded),
 )

@@ -147,7 +147,7 @@ def _constant(value: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _value(words, j: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def value_of(words, j: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Value `j` of each word, less OFFSET: exact in a half-precision dtype.
 
     Numbers of few bits are put where a number of 16 bits has them, for two values of a word at a time. What float8 and
@@ -181,7 +181,7 @@ def _value(words, j: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr, d
 
 
 @triton.jit
-def _scale(stored, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_of(stored, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales as numbers, float32; those of mxfp4 are stored as exponents."""
     return (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True) if FORMAT == "mxfp4" else stored.to(tl.float32)
 
@@ -200,7 +200,7 @@ def _input(x_ptr, row, i, has, num_words, j: tl.constexpr, VALUES: tl.constexpr)
 
 
 @triton.jit
-def _points(zeros_ptr, n, g, has, stride_n, stride_g, FORMAT: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def points_of(zeros_ptr, n, g, has, stride_n, stride_g, FORMAT: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What stands for 0 in outputs `n` and groups `g`, as stored, float32."""
     if FORMAT == "int8":
         points = tl.load(zeros_ptr + n // ROWS * stride_n + g * stride_g, mask=has, other=0)
@@ -302,7 +302,7 @@ def _sum_of_tile(  # type: ignore[no-untyped-def]
     scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SCALES == "end":
-        scale = _scale(tl.load(scale_ptrs, mask=is_output, other=0.0), FORMAT)
+        scale = scale_of(tl.load(scale_ptrs, mask=is_output, other=0.0), FORMAT)
 
     # Where each value finds its scale, loads ahead of all these would take the shared memory of other programs.
     STAGES: tl.constexpr = 1 if SCALES == "values" and groups_ptr is not None else None  # pyright: ignore[reportAssignmentType]
@@ -315,16 +315,18 @@ def _sum_of_tile(  # type: ignore[no-untyped-def]
         if SCALES == "steps":
             g = start * VALUES // GROUP if groups_ptr is None else tl.load(groups_ptr + start * VALUES)
             has_scale = is_output & (g >= 0) & (g < num_groups)
-            scale = _scale(tl.load(scale_ptrs + g * scale_stride_g, mask=has_scale, other=0.0), FORMAT)
+            scale = scale_of(tl.load(scale_ptrs + g * scale_stride_g, mask=has_scale, other=0.0), FORMAT)
         if SCALES == "values" and groups_ptr is None:
             of = (i * VALUES // GROUP)[None, :]
             stored = tl.load(scale_ptrs[:, None] + of * scale_stride_g, mask=has_word, other=0.0)
-            scales = _scale(stored, FORMAT)
+            scales = scale_of(stored, FORMAT)
             if zeros_ptr is not None:
-                zeros = _points(zeros_ptr, n[:, None], of, has_word, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
+                zeros = points_of(
+                    zeros_ptr, n[:, None], of, has_word, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS
+                )
         if SCALES != "values" and zeros_ptr is not None:
             has_points = has_scale if SCALES == "steps" else is_output
-            points = _points(zeros_ptr, n, g, has_points, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
+            points = points_of(zeros_ptr, n, g, has_points, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
             inputs = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         if INPUT_SCALES == "steps":
             # of several steps, where these are as short as a group of the weight
@@ -342,15 +344,15 @@ def _sum_of_tile(  # type: ignore[no-untyped-def]
             part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32) if IN_STEPS else total
             for j in tl.static_range(VALUES):
                 x = _input(x_ptr, of_row, i, has_input, num_words, j, VALUES)
-                value = _value(words, j, FORMAT, OFFSET, dtype)
+                value = value_of(words, j, FORMAT, OFFSET, dtype)
                 if SCALES == "values":
                     if groups_ptr is not None:
                         group = tl.load(groups_ptr + i * VALUES + j, mask=i < num_words, other=-1)[None, :]
                         has_group = has_word & (group >= 0) & (group < num_groups)
                         stored = tl.load(scale_ptrs[:, None] + group * scale_stride_g, mask=has_group, other=0.0)
-                        scales = _scale(stored, FORMAT)
+                        scales = scale_of(stored, FORMAT)
                         if zeros_ptr is not None:
-                            zeros = _points(
+                            zeros = points_of(
                                 zeros_ptr, n[:, None], group, has_group, zero_stride_n, zero_stride_g, FORMAT, VALUES,
                                 ROWS,
                             )  # fmt: skip
@@ -463,7 +465,7 @@ def _eighth(total, x, words, points, inputs, scale_ptrs, is_word, j: tl.constexp
     of a word in its lower half. `inputs`: the sum of x, which is multiplied with what stands for 0."""
     dtype: tl.constexpr = x.dtype
     START: tl.constexpr = j // 2 + j % 2 * 4
-    value = _value(words, START, "packed4", 0, dtype)
+    value = value_of(words, START, "packed4", 0, dtype)
     zeros = ((points >> (4 * START)) & 15) + OFFSET
     scale = tl.load(scale_ptrs + j, mask=is_word, other=0.0).to(tl.float32)
     part = tl.dot(x, value) - inputs[:, None] * zeros.to(tl.float32)[None, :]
@@ -532,86 +534,6 @@ def awq_kernel(  # type: ignore[no-untyped-def]
             y_ptr, parts_ptr, totals[j], row, 8 * c + j, num_rows, outputs, None, row_scales_ptr, bias_ptr, "none",
             INPUT_SCALES, SPLIT,
         )  # fmt: skip
-
-
-@triton.jit
-def dequantise_kernel(  # type: ignore[no-untyped-def]
-    values_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    groups_ptr,
-    global_ptr,
-    outputs,
-    inputs,
-    num_groups,
-    word_stride_n,
-    word_stride_k,
-    scale_stride_n,
-    scale_stride_g,
-    zero_stride_n,
-    zero_stride_g,
-    FORMAT: tl.constexpr,
-    VALUES: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GLOBAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """BLOCK_N outputs and BLOCK_K inputs of the weight's values, [outputs, inputs], rounded to their dtype.
-
-    As in `product_kernel`; FORMAT may be `awq` too, and `packed4` is of eight outputs in `zeros_ptr`, too.
-    """
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    has = (n < outputs) & (k < inputs)
-    wait_for_previous(PDL)
-    BITS: tl.constexpr = 32 // VALUES
-    shift_n = n % VALUES * BITS
-    if FORMAT == "awq":
-        shift_n = n % 8 // 2 * 4 + n % 2 * 16
-        words = tl.load(words_ptr + k.to(tl.int64) * word_stride_k + n // 8, mask=has, other=0)
-        value = ((words >> shift_n) & 15).to(tl.float32)
-    elif VALUES == 1:
-        nothing: tl.constexpr = 0.0 if FORMAT == "fp8" else 0  # pyright: ignore[reportAssignmentType]
-        value = tl.load(words_ptr + n.to(tl.int64) * word_stride_n + k, mask=has, other=nothing).to(tl.float32)
-    else:
-        place = n.to(tl.int64) * word_stride_n + (k // VALUES).to(tl.int64) * word_stride_k
-        bits = (tl.load(words_ptr + place, mask=has, other=0) >> (k % VALUES * BITS)) & ((1 << BITS) - 1)
-        if FORMAT == "fp4" or FORMAT == "mxfp4":
-            exponent = (bits >> 1) & 3
-            mantissa = (bits & 1) + tl.where(exponent > 0, 2, 0)
-            power = ((tl.maximum(exponent, 1) + 125) << 23).to(tl.float32, bitcast=True)
-            value = mantissa.to(tl.float32) * power * tl.where(bits > 7, -1.0, 1.0)
-        else:
-            value = bits.to(tl.float32)
-    if groups_ptr is not None:
-        g = tl.load(groups_ptr + k, mask=k < inputs, other=-1)
-        has = has & (g >= 0) & (g < num_groups)
-    else:
-        g = k // GROUP if num_groups > 1 else k * 0
-    if zeros_ptr is not None:
-        EACH: tl.constexpr = 8 if FORMAT == "awq" else 1 if FORMAT == "int8" else VALUES
-        of = n // (ROWS if FORMAT == "int8" else EACH) * zero_stride_n + g * zero_stride_g
-        points = tl.load(zeros_ptr + of, mask=has, other=0)
-        if FORMAT != "int8":
-            points = (points >> shift_n) & ((1 << (32 // EACH)) - 1)
-        value -= points.to(tl.float32)
-    value -= OFFSET
-    scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n + g * scale_stride_g
-    scale = _scale(tl.load(scale_ptrs, mask=has, other=0.0), FORMAT)
-    if GLOBAL != "none":
-        of_all = global_ptr + (n if GLOBAL == "rows" or GLOBAL == "rows_divided" else n * 0)
-        whole = tl.load(of_all, mask=n < outputs, other=1.0).to(tl.float32)
-        if GLOBAL == "one_divided" or GLOBAL == "rows_divided":
-            scale = tl.div_rn(scale, tl.broadcast_to(whole, scale.shape))
-        else:
-            scale *= whole
-    place = n.to(tl.int64) * inputs + k
-    tl.store(values_ptr + place, (value * scale).to(values_ptr.dtype.element_ty), mask=(n < outputs) & (k < inputs))
 
 
 @triton.jit

@@ -19,10 +19,11 @@ SELECT_PARTS = (128, 32, 8, 4)
 """Parts of a sequence's keys at most that are scored by themselves, by the slots for sequences that a step has."""
 LEAST_SCORED = 256
 """Keys of such a part at least."""
-SCANNED = 2048
+SCANNED = 8192
 """Scores of a row that a program looks at together."""
 GROUPS = 8192
-"""Groups of a row's scores, of whose maxima a bound follows, and scores above it that a program has room for."""
+"""Groups of a row's scores, of whose maxima a bound follows, and places of scores above it that a program has room
+for."""
 ATTEND_PARTS = (64, 16, 4, 1)
 """Parts of what is selected for a token, by the tokens of a step in the same ranges."""
 JOINED = 8192
@@ -61,7 +62,7 @@ def write_index_keys(use: Use) -> tuple[Launch, ...]:
 
 
 def select_workspace(use: Use) -> Expr:
-    """The bytes of the scores: of sequences with one query, of prompts, and those above the bounds of rows."""
+    """The bytes of the scores: of sequences with one query, of prompts, and the places of those above the bounds."""
     return mul(4, add(_slots(use), _own_places(use), PROGRAMS * GROUPS))
 
 

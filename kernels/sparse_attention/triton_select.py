@@ -2,9 +2,9 @@
 host, and nothing is sorted. `precast.paged_select_entries` is the same with a key for each RATE tokens, so that keys
 have numbers in the place of positions, and a query sees those whose tokens it all sees.
 
-A score is kept as an integer of the same order. Which of a row's scores is the least that is selected is found bit by
-bit, among few of them (`_least_of`); a last pass over the row writes the positions of those above it, and of as many of
-its equals as are wanted, the first ones.
+A score is kept as an integer of the same order. The places of few of a row's scores are noted, the largest among them
+(`_note_high`). Which is the least that is selected is found bit by bit, and the positions of those above it are
+written, and of as many of its equals as are wanted, the first ones.
 
 Sequences with one query share their keys among several programs (`score_kernel`). Of other sequences a program computes
 some queries at a time, over all their keys, with memory of its own for the scores (`select_kernel`).
@@ -66,13 +66,14 @@ def _score(  # type: ignore[no-untyped-def]
         page = tl.load(page_indices_ptr + key // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
         slot_ptr = cache_ptr + page * cache_stride_p + key % PAGE_SIZE * cache_stride_s
         k = tl.load(slot_ptr[:, None] + d[None, :], mask=exists[:, None] & (d < SIZE)[None, :], other=0.0)
-        products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * SCALE
+        # Heads are columns, so that their sum stays in the warp that has the key.
+        products = tl.dot(k.to(q.dtype), tl.trans(q), input_precision=PRECISION) * SCALE
         products = tl.where(products < 0.0, 0.0, products)  # NaN stays NaN
         if HEADS < BLOCK_H:
             # Zeros in the place of a head, times an infinite key, would be NaN.
-            products = tl.where((tl.arange(0, BLOCK_Q * BLOCK_H) % BLOCK_H < HEADS)[:, None], products, 0.0)
-        sums = tl.sum(tl.reshape(products * weights[:, None], [BLOCK_Q, BLOCK_H, BLOCK_N]), 1)
-        tl.store(rows_ptr[:, None] + key[None, :], in_order(sums), mask=exists[None, :])
+            products = tl.where((tl.arange(0, BLOCK_Q * BLOCK_H) % BLOCK_H < HEADS)[None, :], products, 0.0)
+        sums = tl.sum(tl.reshape(products * weights[None, :], [BLOCK_N, BLOCK_Q, BLOCK_H]), 2)
+        tl.store(rows_ptr[None, :] + key[:, None], in_order(sums), mask=exists[:, None])
 
 
 @triton.jit
@@ -105,33 +106,34 @@ def _heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _bit(like, number):  # type: ignore[no-untyped-def]
-    """A bit of int32, counted from the highest; `like` is any int32."""
-    return ((like * 0 + _LEAST).to(tl.uint32, bitcast=True) >> number).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def _reached_by(values, wanted):  # type: ignore[no-untyped-def]
-    """The largest integer that at least `wanted` of the values reach, found bit by bit; the least integer if fewer
-    values than that are above it."""
+    """The largest integer that at least `wanted` of the values reach, found two bits at a time; the least integer if
+    fewer values than that are above it. There are less than 2^21 values."""
     found = wanted * 0
-    for step in range(0, 32):
+    for step in range(0, 16):
         # As if unsigned, the highest bit turned: the order of bits is that of numbers then.
-        higher = found | _bit(wanted, step)
-        is_reached = tl.sum((values >= (higher ^ _LEAST)).to(tl.int32), 0) >= wanted
-        found = tl.where(is_reached, higher, found)
+        one = (wanted * 0 + 1) << (30 - 2 * step)
+        first, second, third = found | one, found | (one << 1), found | one | (one << 1)
+        # One sum counts for all three.
+        reached = (values >= (first ^ _LEAST)).to(tl.int64)
+        reached += (values >= (second ^ _LEAST)).to(tl.int64) << 21
+        reached += (values >= (third ^ _LEAST)).to(tl.int64) << 42
+        counts = tl.sum(reached, 0)
+        found = tl.where((counts & 0x1FFFFF) >= wanted, first, found)
+        found = tl.where(((counts >> 21) & 0x1FFFFF) >= wanted, second, found)
+        found = tl.where((counts >> 42) >= wanted, third, found)
     return found ^ _LEAST
 
 
 @triton.jit
 def _least_in_passes(scores_ptr, num_keys, wanted, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `_least_of`, of scores as they are: a pass over all of them for each bit."""
+    """The `wanted`-th largest score, and how many are larger, by a pass over all scores for each bit."""
     lane = tl.arange(0, BLOCK)
     found = wanted * 0
     above = wanted * 0
     for step in range(0, 33):
         # In the last pass those above what was found are counted.
-        higher = tl.where(step < 32, found | _bit(wanted, step & 31), found)
+        higher = tl.where(step < 32, found | ((wanted * 0 + 1) << (31 - step & 31)), found)
         reached = tl.zeros([BLOCK], tl.int32)
         for first in range(0, num_keys, BLOCK):
             scores = tl.load(scores_ptr + first + lane, mask=first + lane < num_keys, other=_LEAST)
@@ -142,16 +144,16 @@ def _least_in_passes(scores_ptr, num_keys, wanted, BLOCK: tl.constexpr):  # type
 
 
 @triton.jit
-def _least_of(  # type: ignore[no-untyped-def]
-    scores_ptr, kept_ptr, num_keys, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+def _note_high(  # type: ignore[no-untyped-def]
+    scores_ptr, kept_ptr, num_keys, wanted, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The COUNT-th largest of more scores than that, and how many are larger.
+    """Notes the places of scores that include the COUNT largest, in ascending order, in `kept`, which has room for
+    GROUPS; how many there are.
 
     The COUNT-th largest of the maxima of GROUPS groups is reached by COUNT scores at least, and by few more where they
-    lie as it falls out, since a group has every GROUPS-th score. These are noted in `kept`, which has room for GROUPS.
+    lie as it falls out, since a group has every GROUPS-th score.
     """
     group = tl.arange(0, GROUPS)
-    wanted = num_keys * 0 + COUNT
     bound = num_keys * 0 + _LEAST
     if COUNT <= GROUPS:
         maxima = tl.full([GROUPS], _LEAST, tl.int32)
@@ -166,18 +168,9 @@ def _least_of(  # type: ignore[no-untyped-def]
         scores = tl.load(scores_ptr + first + lane, mask=first + lane < num_keys, other=_LEAST)
         is_kept = (scores >= bound) & (first + lane < num_keys)
         place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(kept_ptr + place, scores, mask=is_kept & (place < GROUPS))
+        tl.store(kept_ptr + place, first + lane, mask=is_kept & (place < GROUPS))
         count += tl.sum(is_kept.to(tl.int32), 0)
-    # Other threads of the program read what these wrote, and no thread writes more before all have.
-    tl.debug_barrier()
-    values = tl.load(kept_ptr + group, mask=group < count, other=_LEAST)
-    tl.debug_barrier()
-    if count <= GROUPS:
-        least = _reached_by(values, wanted)
-        above = tl.sum((values > least).to(tl.int32), 0)
-    else:
-        least, above = _least_in_passes(scores_ptr, num_keys, wanted, BLOCK)
-    return least, above
+    return count
 
 
 @triton.jit
@@ -185,20 +178,36 @@ def _write_largest(  # type: ignore[no-untyped-def]
     out_ptr, scores_ptr, kept_ptr, num_keys, first_key, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Writes the numbers of the COUNT largest of scores, of which there are more, in ascending order."""
-    lane = tl.arange(0, BLOCK)
-    least, above = _least_of(scores_ptr, kept_ptr, num_keys, COUNT, GROUPS, BLOCK)
-    equals = COUNT - above
-    written = 0
-    for first in range(0, num_keys, BLOCK):
-        exists = first + lane < num_keys
-        scores = tl.load(scores_ptr + first + lane, mask=exists, other=0)
-        is_equal = exists & (scores == least)
-        rank = tl.cumsum(is_equal.to(tl.int32), 0)
-        kept = (exists & (scores > least)) | (is_equal & (rank <= equals))
-        place = written + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(out_ptr + place, first_key + first + lane, mask=kept & (place < COUNT))
-        written += tl.sum(kept.to(tl.int32), 0)
-        equals -= tl.sum(is_equal.to(tl.int32), 0)
+    wanted = num_keys * 0 + COUNT
+    count = _note_high(scores_ptr, kept_ptr, num_keys, wanted, COUNT, GROUPS, BLOCK)
+    # Other threads of the program read what these wrote, and no thread writes more before all have.
+    tl.debug_barrier()
+    if count <= GROUPS:
+        group = tl.arange(0, GROUPS)
+        key = tl.load(kept_ptr + group, mask=group < count, other=0)
+        tl.debug_barrier()
+        scores = tl.load(scores_ptr + key, mask=group < count, other=_LEAST)
+        least = _reached_by(scores, wanted)
+        is_equal = (group < count) & (scores == least)
+        equals = COUNT - tl.sum((scores > least).to(tl.int32), 0)
+        kept = (scores > least) | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= equals))
+        place = tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(out_ptr + place, first_key + key, mask=kept & (place < COUNT))
+    else:
+        least, above = _least_in_passes(scores_ptr, num_keys, wanted, BLOCK)
+        lane = tl.arange(0, BLOCK)
+        equals = COUNT - above
+        written = 0
+        for first in range(0, num_keys, BLOCK):
+            exists = first + lane < num_keys
+            scores = tl.load(scores_ptr + first + lane, mask=exists, other=0)
+            is_equal = exists & (scores == least)
+            rank = tl.cumsum(is_equal.to(tl.int32), 0)
+            kept = (exists & (scores > least)) | (is_equal & (rank <= equals))
+            place = written + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(out_ptr + place, first_key + first + lane, mask=kept & (place < COUNT))
+            written += tl.sum(kept.to(tl.int32), 0)
+            equals -= tl.sum(is_equal.to(tl.int32), 0)
 
 
 @triton.jit
