@@ -128,8 +128,8 @@ def _whole(formats: tuple[str, ...], least: int) -> Record:
 
 _WHOLE = (
     _whole(("mxfp4", "nvfp4", "nvfp4_divided"), launches.ROWS[0] + 1),
-    _whole(("packed4", "gptq", "awq"), launches.ROWS[1] + 1),
-    _whole(("fp8", "int8", "packed8"), launches.ROWS[2] + 1),
+    _whole(("gptq", "awq"), launches.ROWS[1] + 1),
+    _whole(("packed4", "fp8", "int8", "packed8"), launches.ROWS[2] + 1),
 )
 
 

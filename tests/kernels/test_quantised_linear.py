@@ -208,7 +208,7 @@ def rounded_in_front(given: Use) -> Use:
 
 ALL = ("fp8 blocks", "fp8 rows", "int8 rows", "packed4", "packed4 points", "packed8", "mxfp4", "nvfp4", "awq", "gptq")
 STREAMED = ("fp8 blocks", "fp8 rows", "packed4")
-WHOLE_FROM = {"packed4": 33, "packed4 points": 33, "awq": 33, "gptq": 33, "mxfp4": 17, "nvfp4": 17}
+WHOLE_FROM = {"awq": 33, "gptq": 33, "mxfp4": 17, "nvfp4": 17}
 
 
 @pytest.mark.parametrize("weight", ALL)
