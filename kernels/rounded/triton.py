@@ -7,7 +7,7 @@ import triton.language as tl
 
 from precast.kernels.gated_activation.triton import activated
 from precast.kernels.rms_norm.triton import normed_rows, scale_of
-from precast.kernels.rounded.few_bits import divided_groups, in_few_bits, scales_of_groups
+from precast.kernels.rounded.few_bits import divided, divided_groups, in_few_bits, scales_of_groups, store_where_made
 from precast.kernels.triton_chain import wait_for_previous
 
 
@@ -33,16 +33,17 @@ def _store_in_few_bits(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr = y.shape[1]
     column = first + tl.arange(0, BLOCK)[None, :]
     if GROUP:
-        GROUPS: tl.constexpr = BLOCK // GROUP
         COUNT: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+        GROUPS: tl.constexpr = BLOCK // GROUP
         groups = tl.reshape(y, (ROWS * GROUPS, GROUP))
         scales = scales_of_groups(groups, KIND)
         y = tl.reshape(divided_groups(groups, scales), (ROWS, BLOCK))
         group = first // GROUP + tl.arange(0, GROUPS)[None, :]
-        tl.store(scales_ptr + row * COUNT + group, tl.reshape(scales, (ROWS, GROUPS)), mask=is_row & (group < COUNT))
+        place, is_group = row * COUNT + group, is_row & (group < COUNT)
+        store_where_made(scales_ptr + tl.reshape(place, scales.shape), scales, tl.reshape(is_group, scales.shape))
     else:
         scale = tl.load(input_scale_ptr).to(tl.float32)
-        y = tl.div_rn(y, tl.full((ROWS, BLOCK), 1.0, tl.float32) * tl.where(scale == 0, 1.0, scale))
+        y = divided(y, tl.full((1, 1), 1.0, tl.float32) * scale, True)
         tl.store(scales_ptr + row, tl.full((ROWS, 1), 1.0, tl.float32) * scale, mask=is_row & (first == 0))
     few = in_few_bits(y, KIND, values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * WIDTH + column, few, mask=is_row & (column < WIDTH))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cublaslt_by_hand import CublasLt
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
@@ -26,6 +28,7 @@ from precast.kernels.quantised_linear import float8
 from precast.kernels.quantised_linear.quantised_linear import few_bits, from_few_bits
 from precast.kernels.quantised_linear.rounded_linear import rounded_linear
 from precast.kernels.records import Pointer
+from precast.kernels.rounded.few_bits import divided, divided_groups, in_few_bits, scales_of_groups, store_where_made
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -80,6 +83,58 @@ def test_rows_anywhere(rows: int, width: int, activation: str, dtype: torch.dtyp
     check("rounded_rms_norm", {"x": x, **rule, **more}, same)
     check("rounded_residual_rms_norm", {"x": x, "residual": draw.normal(width, rows).t(), **rule, **more}, same)
     check("rounded_gated_activation", {"x": draw.normal(2 * width, rows).t(), "kind": "silu", **more}, same)
+
+
+@triton.jit
+def rounding_kernel(  # type: ignore[no-untyped-def]
+    values_ptr, scales_ptr, x_ptr, given_ptr, COUNT: tl.constexpr, KIND: tl.constexpr, IS_GIVEN: tl.constexpr
+):
+    """COUNT groups of 128 numbers, with scales of their own, or given ones."""
+    place = tl.arange(0, COUNT)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + place)
+    if IS_GIVEN:
+        scales = tl.load(given_ptr + tl.arange(0, COUNT))
+        x = divided(x, scales[:, None], True)
+    else:
+        scales = scales_of_groups(x, KIND)
+        x = divided_groups(x, scales)
+    tl.store(values_ptr + place, in_few_bits(x, KIND, values_ptr.dtype.element_ty))
+    store_where_made(scales_ptr + tl.arange(0, COUNT), scales, tl.arange(0, COUNT) < COUNT)
+
+
+def groups_of_any_size(count: int) -> torch.Tensor:
+    """[count, 128], float32: ties between values of few bits, and numbers of any size and much smaller ones."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.randint(-149, 120, (count, 1), generator=draw)
+    x = torch.ldexp(torch.randn(count, 128, generator=draw), sizes)
+    x[:, ::3] *= torch.ldexp(torch.ones(count, 43), torch.randint(-30, 1, (count, 43), generator=draw))
+    whole = torch.randint(-448 * 16, 448 * 16 + 1, (count // 2, 128), generator=draw)
+    x[::2] = torch.ldexp(whole.float(), sizes[::2])
+    x[0] = 0.0
+    return x
+
+
+@pytest.mark.parametrize("activation", ["fp8_group", "fp8_tensor", "int8_token"])
+def test_groups_are_rounded_as_by_the_definition(activation: str) -> None:
+    """Bit for bit, but where the definition has no number; the interpreter's float8 has no -0."""
+    x = groups_of_any_size(256)
+    given = 0.7 * x.abs().amax(-1) / 448 if activation == "fp8_tensor" else torch.ones(256)
+    kind = "int8" if activation == "int8_token" else "fp8"
+    values = torch.empty(256, 128, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn, device=DEVICE)
+    scales = torch.full((256,), torch.nan, device=DEVICE)
+
+    rounding_kernel[(1,)](
+        values, scales, x.to(DEVICE), given.to(DEVICE), COUNT=256, KIND=kind, IS_GIVEN=activation == "fp8_tensor"
+    )
+
+    expected = [few_bits(group, activation, scale) for group, scale in zip(x, given, strict=True)]
+    wanted = torch.stack([each[0] for each in expected])
+    assert torch.equal(scales.cpu(), torch.cat([each[1] for each in expected]))
+    found = values.cpu()
+    if IS_INTERPRETED:
+        assert torch.equal(found.float(), wanted.float())
+    else:
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
