@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from precast.builder.weights import compact
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
@@ -124,6 +126,8 @@ def _kept(recipe: Recipe, dtype: Dtype) -> Kept:
 def _dequantised(recipe: Dequantise) -> Kept:
     if recipe.biases is not None:
         raise Misfit("its groups have biases, and no op adds these")
+    if recipe.format == "gptq" and recipe.groups is None:
+        return _transposed(_dequantised(_in_rows(recipe)), 0, 1)
     shape = recipes.shape(recipe)
     rank = len(shape)
     given = {name: part for name in _STEPS if (part := getattr(recipe, name)) is not None}
@@ -136,6 +140,17 @@ def _dequantised(recipe: Dequantise) -> Kept:
             part = compact.reshaped(part, (1, shape[1]) if last[1] else (shape[0], 1))
         found[name] = Part(part, (*[1] * (rank - 2), *last))
     return Kept(recipe.format, recipe.zero_offset, shape, found)
+
+
+def _in_rows(recipe: Dequantise) -> Dequantise:
+    """GPTQ's weight [inputs, outputs] as packed4 [outputs, inputs]: the same words, with rows and columns exchanged.
+
+    Kernels read the words of a row one after the other. Where each input has a group of its own, they want the scales
+    of a group side by side instead, as GPTQ has them.
+    """
+    of, scales = (compact.transposed(part, 0, 1) for part in (recipe.of, recipe.scales))
+    zeros = None if recipe.zeros is None else compact.transposed(recipe.zeros, 0, 1)
+    return msgspec.structs.replace(recipe, of=of, scales=scales, zeros=zeros, format="packed4")
 
 
 _PACKED_VALUES = {

@@ -179,6 +179,9 @@ CASES = {
     "GPTQ with act order": Case(
         "llama", GPTQ | {"desc_act": True}, four_bits(quantised.gptq, order=True), dtype="float16"
     ),
+    "GPTQ experts": Case(
+        "qwen3_moe", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False), dtype="float16"
+    ),
 }  # fmt: skip
 
 
@@ -251,6 +254,18 @@ def test_gptq_is_joined_where_its_groups_are_in_order(case: str, are_joined: boo
     assert ("self_attn.q_proj_k_proj_v_proj.weight" in names) == are_joined
     assert ("self_attn.o_proj.weight.groups" in names) != are_joined
     assert ("*.g_idx" in bundle.manifest.checkpoint.ignored) == are_joined
+
+
+@pytest.mark.parametrize(
+    ("case", "format"), [("GPTQ", "packed4"), ("GPTQ experts", "packed4"), ("GPTQ with act order", "gptq")]
+)
+def test_gptq_lies_in_rows_where_its_groups_are_in_order(case: str, format: str, made: Callable[[str], Made]) -> None:
+    nodes = [node for block in made(case).bundle.graph.blocks for node in block.nodes]
+
+    found = {(node.op, node.args["format"]) for node in nodes if node.op.startswith("precast.quantised_")}
+
+    ops = {"precast.quantised_linear"} | ({"precast.quantised_experts"} if "experts" in case else set())
+    assert found == {(op, Const(format)) for op in ops}
 
 
 @pytest.mark.parametrize("dequantise", [False, True], ids=["kept", "dequantised"])

@@ -133,6 +133,29 @@ def test_a_weight_and_its_cast(kind: str) -> None:
     assert is_kept(Cast(Cast(recipe, "float32"), "float32"), files)
 
 
+def test_gptq_in_order_is_kept_as_packed4() -> None:
+    """Its words lie along inputs: rows and columns are exchanged, and nothing else."""
+    whole = kept(weight("gptq", "w", 48, 64, Files()), "float16")
+
+    params, _ = stored(whole, "w", "float16")
+
+    assert (whole.format, whole.zero_offset) == ("packed4", 1)
+    assert {name: param.recipe for name, param in params.items()} == {
+        "of": Transpose(Read("w.q", (8, 48), "int32"), 0, 1),
+        "scales": Transpose(Read("w.s", (4, 48), "float32"), 0, 1),
+        "zeros": Transpose(Read("w.z", (4, 6), "int32"), 0, 1),
+    }
+
+
+def test_gptq_in_any_order_is_kept_as_it_is() -> None:
+    whole = kept(weight("gptq", "w", 48, 64, Files(), groups=True), "float16")
+
+    params, _ = stored(whole, "w", "float16")
+
+    assert (whole.format, whole.zero_offset) == ("gptq", 1)
+    assert params["of"].recipe == Read("w.q", (8, 48), "int32")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuts_between_blocks(kind: str) -> None:
     files = Files()
@@ -225,7 +248,7 @@ def test_what_is_not_quantised_joins_only_its_like() -> None:
     assert not fit_together([plain, weight("fp8", "w", 48, 64, Files())], "float32")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "order" not in kind and kind not in ("awq", "gptq")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "order" not in kind and kind != "awq"])
 def test_experts(kind: str) -> None:
     """Gate and up of experts that are stored one by one, above each other in each of them."""
     files = Files()
