@@ -5,7 +5,10 @@ latents that are selected by them; latents that are not selected cost nothing. D
 pages of 16 tokens in random order, as many layers as are more than the L2 cache holds. What is selected, and what
 attention to it gives, is compared with the definitions, which compute on the GPU too.
 
-    python benchmarks/bench_gpu_sparse_attention.py [--out FILE]
+    python benchmarks/bench_gpu_sparse_attention.py [--out FILE] [--only TEXT]
+
+A row's `until` has the microseconds of the first launch, of the first two, and so on, each with the number and the name
+of the last one; a launch takes what it adds. `differs` is 0 where the definition selects the same.
 """
 
 from __future__ import annotations
@@ -152,19 +155,25 @@ def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write `results/gpu_sparse_attention.json`."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_sparse_attention.json")
+    parser.add_argument(
+        "--only", default="", help="rows whose names have this alone, such as 'select_keys, 1 x 1 of 131072'"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
         return
     table: dict[str, Any] = {}
     for case in CASES:
-        layers = layers_of(case)
+        named = {op: f"{op}, {case.text}" for op in OPS if arguments.only in f"{op}, {case.text}"}
+        layers = layers_of(case) if named else []
         for i, op in enumerate(OPS):
+            if op not in named:
+                continue
             row = attempt(partial(measure, op, [layer[i] for layer in layers], case))
-            table[f"{op}, {case.text}"] = row
-            print(f"{op}, {case.text}: {json.dumps(row)}", flush=True)
+            table[named[op]] = row
+            print(f"{named[op]}: {json.dumps(row)}", flush=True)
         del layers
         torch.cuda.empty_cache()
     rates = {"read_gb_per_s": read_rate(), "product_tflop_per_s": product_rate()}

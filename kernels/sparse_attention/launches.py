@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, maximum, minimum, mul
 from precast.kernels.attention.launches import Tile, by_slots, has_large_memory
@@ -15,17 +17,19 @@ from precast.kernels.use import Use
 
 PROGRAMS = 132
 """Programs that share what is selected: one for each multiprocessor of an H100."""
-SELECT_PARTS = (128, 32, 8, 4)
-"""Parts of a sequence's keys at most that are scored by themselves, by the slots for sequences that a step has."""
-LEAST_SCORED = 256
-"""Keys of such a part at least."""
+SCORE_PARTS = (256, 64, 16, 4)
+"""Programs that share the tiles of a sequence's keys, by the slots for sequences that a step has: in each range enough
+to have two on each multiprocessor, where each has three tiles on their way."""
+NOTE_PARTS = (16, 16, 4, 2)
+"""Programs that share its scores afterwards, in the same ranges: no more than there are multiprocessors, since each
+looks for the bound by itself."""
 SCANNED = 8192
 """Scores of a row that a program looks at together."""
 GROUPS = 8192
-"""Groups of a row's scores, of whose maxima a bound follows, and places of scores above it that a program has room
-for."""
-ATTEND_PARTS = (64, 16, 4, 1)
-"""Parts of what is selected for a token, by the tokens of a step in the same ranges."""
+"""Groups of a row's scores, of whose maxima a bound follows."""
+ATTEND_PARTS = (32, 8, 4, 1)
+"""Parts of what is selected for a token, by the tokens of a step in the same ranges. Each has two tiles on their way at
+once; what more parts find is more to write and to join: with 128 heads 256 KiB a part."""
 JOINED = 8192
 """Elements of partial results that are joined at a time, at most."""
 _KERNELS = "precast.kernels.sparse_attention."
@@ -61,28 +65,49 @@ def write_index_keys(use: Use) -> tuple[Launch, ...]:
     )
 
 
+class _Workspace(NamedTuple):
+    """Byte offsets of what the launches of a selection leave for one another, and all of it.
+
+    By slot of all page lists: scores and maxima of sequences with one query, what is noted of these as places and
+    scores. By sequence: their counts. By program: scores of prompts, and what is noted of these.
+    """
+
+    scores: Expr
+    maxima: Expr
+    keys: Expr
+    noted: Expr
+    counts: Expr
+    own: Expr
+    own_noted: Expr
+    end: Expr
+
+
 def select_workspace(use: Use) -> Expr:
-    """The bytes of the scores: of sequences with one query, of prompts, and the places of those above the bounds."""
-    return mul(4, add(_slots(use), _own_places(use), PROGRAMS * GROUPS))
+    """The bytes of scores, and of what is noted of them."""
+    return _select_places(use).end
 
 
 def select_keys(use: Use) -> tuple[Launch, ...]:
-    """`precast.paged_select_keys` and `precast.paged_select_entries`: the scores of sequences with one query, then what
-    is selected of all."""
+    """`precast.paged_select_keys` and `precast.paged_select_entries`: the scores of sequences with one query, what is
+    noted of them, then what is selected of all sequences."""
     sequences, tokens = add(use.shape("cu_seqlens")[0], -1), use.shape("q")[1]
-    tile, queries = _score_tile(use), _queries(use)
-    parts = by_slots(sequences, SELECT_PARTS)
-    scores = Pointer("workspace", "int32", 0)
+    tile, places = _score_tile(use), _select_places(use)
+    scores, maxima, keys, noted, counts, own, own_noted = (
+        Pointer("workspace", "int32", offset) for offset in places[:-1]
+    )
+    lengths = tuple(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indptr", "page_start"))
     given = tuple(Pointer(name) for name in (
         "q", "weights", "cache", "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))  # fmt: skip
     strides = (*(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
                *(Stride("cache", axis) for axis in (0, 1)))  # fmt: skip
-    count, size = use.constant("count"), known(use, "q", 3)
-    assert isinstance(count, int), "count is a number"
-    constants = {
+    count, size = _count(use), known(use, "q", 3)
+    shared = {
         "COUNT": count,
         "RATE": use.constant("rate") or 1,
         "PAGE_SIZE": known(use, "cache", 1),
+        "PDL": overlaps(use),
+    }
+    scoring = {
         "HEADS": known(use, "q", 2),
         "SIZE": size,
         "BLOCK_H": tile.m,
@@ -90,29 +115,38 @@ def select_keys(use: Use) -> tuple[Launch, ...]:
         "BLOCK_D": max(16, power_of_two(size)),
         "SCALE": real(use, "scale"),
         "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
-        "PDL": overlaps(use),
     }
+    strands = _strands(use)
     score = Launch(
         kernel=_KERNELS + "triton_select:score_kernel",
-        grid=(sequences, parts),
-        args=(scores, *given, parts, LEAST_SCORED, *strides),
-        constants=constants,
+        grid=(sequences, by_slots(sequences, SCORE_PARTS)),
+        args=(scores, maxima, *given, strands, *strides),
+        constants={**shared, **scoring},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        pdl=overlaps(use),
+    )
+    parts = by_slots(sequences, NOTE_PARTS)
+    note = Launch(
+        kernel=_KERNELS + "triton_select:note_kernel",
+        grid=(sequences, parts),
+        args=(keys, noted, counts, scores, maxima, *lengths, mul(strands, tile.n)),
+        constants={**shared, "GROUPS": GROUPS, "BLOCK": SCANNED},
+        num_warps=16,
         pdl=overlaps(use),
     )
     select = Launch(
         kernel=_KERNELS + "triton_select:select_kernel",
         grid=(minimum(tokens, PROGRAMS),),
-        args=(Pointer("out.0"), scores, Pointer("workspace", "int32", mul(4, _slots(use))),
-              Pointer("workspace", "int32", mul(4, add(_slots(use), _own_places(use)))), *given, tokens, sequences,
-              _own_places(use), *strides),
-        constants={**constants, "BLOCK_Q": queries, "GROUPS": GROUPS, "BLOCK": SCANNED},
+        args=(Pointer("out.0"), scores, keys, noted, counts, own, own_noted, *given, tokens, sequences,
+              _own_places(use), parts, *strides),
+        constants={**shared, **scoring, "BLOCK_Q": _queries(use), "GROUPS": GROUPS, "ROOM": _room(use),
+                   "BLOCK": SCANNED},
         num_warps=8,
         num_stages=tile.num_stages,
         pdl=overlaps(use),
     )  # fmt: skip
-    return score, select
+    return score, note, select
 
 
 def attend_workspace(use: Use) -> Expr:
@@ -151,7 +185,7 @@ def attend(use: Use) -> tuple[Launch, ...]:
             "PRECISION": "ieee" if sizes.bytes > 2 else "tf32",
         },
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=_attend_stages(use),
         pdl=overlaps(use),
     )  # fmt: skip
     join = Launch(
@@ -170,6 +204,13 @@ def attend(use: Use) -> tuple[Launch, ...]:
         join,
         head_product(use, Pointer("out.0"), results, by_row, to_latent=False),
     )
+
+
+def _attend_stages(use: Use) -> int:
+    """Of three loads one after the other, of an entry's position, its page and its latent. In 7 stages two of each are
+    on their way, in 3 latents are waited for; with 16 bits these are 181 KiB of shared memory."""
+    is_large = use.width("q") == 2 and use.target.capability in ((9, 0), (10, 0), (10, 3))
+    return 7 if is_large else absorbed_tile(use).num_stages
 
 
 def _attend_parts(use: Use) -> Expr:
@@ -197,13 +238,45 @@ def _score_tile(use: Use) -> Tile:
     rows = max(16, power_of_two(known(use, "q", 2)))
     if use.width("q") > 2:
         return Tile(rows, 16, 4, 1)
-    return Tile(rows, 64, 4, 3 if has_large_memory(use) else 2)
+    # A key's page is read before the key: of 7 stages 3 are keys on their way; of 3 only 1, and products wait for it.
+    return Tile(rows, 64, 4, 7 if has_large_memory(use) else 3)
 
 
 def _queries(use: Use) -> int:
     """Queries of a prompt that a program scores at a time: rows enough to use a loaded key often."""
     rows = max(16, power_of_two(known(use, "q", 2)))
     return max(1, (32 if use.width("q") > 2 else 128) // rows)
+
+
+def _count(use: Use) -> int:
+    count = use.constant("count")
+    assert isinstance(count, int), "count is a number"
+    return count
+
+
+def _room(use: Use) -> int:
+    """Places that are selected from: more than reach the bound where scores lie as it falls out."""
+    return min(GROUPS, 2 * power_of_two(_count(use)))
+
+
+def _strands(use: Use) -> Expr:
+    """Strands of a sequence's tiles, as many for each program, so that there are maxima of GROUPS groups at least."""
+    groups = -(-GROUPS // _score_tile(use).n)
+    strands = tuple(-(-max(parts, groups) // parts) * parts for parts in SCORE_PARTS)
+    return by_slots(add(use.shape("cu_seqlens")[0], -1), strands)
+
+
+def _select_places(use: Use) -> _Workspace:
+    """Each in whole vectors."""
+    sequences = add(use.shape("cu_seqlens")[0], -1)
+    counts = mul(sequences, add(by_slots(sequences, NOTE_PARTS), 1))
+    each = (
+        *([mul(4, _slots(use))] * 4),
+        mul(16, ceildiv(counts, 4)),
+        mul(16, ceildiv(_own_places(use), 4)),
+        PROGRAMS * 2 * _room(use) * 4,
+    )
+    return _Workspace(*(add(*each[:i]) for i in range(len(each) + 1)))
 
 
 def _slots(use: Use) -> Expr:

@@ -2,12 +2,12 @@
 host, and nothing is sorted. `precast.paged_select_entries` is the same with a key for each RATE tokens, so that keys
 have numbers in the place of positions, and a query sees those whose tokens it all sees.
 
-A score is kept as an integer of the same order. The places of few of a row's scores are noted, the largest among them
-(`_note_high`). Which is the least that is selected is found bit by bit, and the positions of those above it are
-written, and of as many of its equals as are wanted, the first ones.
+A score is kept as an integer of the same order. How the largest are found, `triton_search` says.
 
-Sequences with one query share their keys among several programs (`score_kernel`). Of other sequences a program computes
-some queries at a time, over all their keys, with memory of its own for the scores (`select_kernel`).
+Sequences with one query share their keys among many programs: these make the scores, and the maxima of groups of them
+(`score_kernel`); others note the few places that reach a bound (`note_kernel`); and one program selects among these
+(`select_kernel`). Of other sequences a program computes some queries at a time, over all their keys, with memory of its
+own for the scores (`select_kernel` too).
 """
 
 # To pyright, Triton's constants don't decide which branch is there, and some functions never return.
@@ -19,9 +19,15 @@ import triton
 import triton.language as tl
 
 from precast.kernels.attention.triton_tiles import SEQUENCES
+from precast.kernels.sparse_attention.triton_search import (
+    LEAST,
+    bound_of,
+    note,
+    write_all,
+    write_in_passes,
+    write_noted,
+)
 from precast.kernels.triton_chain import wait_for_previous
-
-_LEAST = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
@@ -32,12 +38,10 @@ def in_order(scores):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _score(  # type: ignore[no-untyped-def]
-    scores_ptr,
-    stride,
+def _tile_scores(  # type: ignore[no-untyped-def]
     q,
     weights,
-    low,
+    key,
     high,
     cache_ptr,
     page_indices_ptr,
@@ -48,32 +52,24 @@ def _score(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Writes the scores of the keys from `low` to `high`, for the heads `q` [BLOCK_Q * BLOCK_H, D] of BLOCK_Q queries.
-
-    Those of query i stand from `scores + i * stride` on, each at the place of its key.
-    """
+    """The scores [N, BLOCK_Q] of the keys `key` [N] that are below `high`, for the heads `q` [BLOCK_Q * BLOCK_H, D] of
+    BLOCK_Q queries."""
     d = tl.arange(0, BLOCK_D)
-    lane = tl.arange(0, BLOCK_N)
-    rows_ptr = scores_ptr + tl.arange(0, BLOCK_Q).to(tl.int64) * stride
-    for first in range(low, high, BLOCK_N):
-        key = first + lane
-        exists = key < high
-        page = tl.load(page_indices_ptr + key // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-        slot_ptr = cache_ptr + page * cache_stride_p + key % PAGE_SIZE * cache_stride_s
-        k = tl.load(slot_ptr[:, None] + d[None, :], mask=exists[:, None] & (d < SIZE)[None, :], other=0.0)
-        # Heads are columns, so that their sum stays in the warp that has the key.
-        products = tl.dot(k.to(q.dtype), tl.trans(q), input_precision=PRECISION) * SCALE
-        products = tl.where(products < 0.0, 0.0, products)  # NaN stays NaN
-        if HEADS < BLOCK_H:
-            # Zeros in the place of a head, times an infinite key, would be NaN.
-            products = tl.where((tl.arange(0, BLOCK_Q * BLOCK_H) % BLOCK_H < HEADS)[None, :], products, 0.0)
-        sums = tl.sum(tl.reshape(products * weights[None, :], [BLOCK_N, BLOCK_Q, BLOCK_H]), 2)
-        tl.store(rows_ptr[None, :] + key[:, None], in_order(sums), mask=exists[:, None])
+    exists = key < high
+    page = tl.load(page_indices_ptr + key // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
+    slot_ptr = cache_ptr + page * cache_stride_p + key % PAGE_SIZE * cache_stride_s
+    k = tl.load(slot_ptr[:, None] + d[None, :], mask=exists[:, None] & (d < SIZE)[None, :], other=0.0)
+    # Heads are columns, so that their sum stays in the warp that has the key.
+    products = tl.dot(k.to(q.dtype), tl.trans(q), input_precision=PRECISION) * SCALE
+    products = tl.where(products < 0.0, 0.0, products)  # NaN stays NaN
+    if HEADS < BLOCK_H:
+        # Zeros in the place of a head, times an infinite key, would be NaN.
+        products = tl.where((tl.arange(0, BLOCK_Q * BLOCK_H) % BLOCK_H < HEADS)[None, :], products, 0.0)
+    return in_order(tl.sum(tl.reshape(products * weights[None, :], [key.shape[0], BLOCK_Q, BLOCK_H]), 2))
 
 
 @triton.jit
@@ -106,116 +102,49 @@ def _heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _reached_by(values, wanted):  # type: ignore[no-untyped-def]
-    """The largest integer that at least `wanted` of the values reach, found two bits at a time; the least integer if
-    fewer values than that are above it. There are less than 2^21 values."""
-    found = wanted * 0
-    for step in range(0, 16):
-        # As if unsigned, the highest bit turned: the order of bits is that of numbers then.
-        one = (wanted * 0 + 1) << (30 - 2 * step)
-        first, second, third = found | one, found | (one << 1), found | one | (one << 1)
-        # One sum counts for all three.
-        reached = (values >= (first ^ _LEAST)).to(tl.int64)
-        reached += (values >= (second ^ _LEAST)).to(tl.int64) << 21
-        reached += (values >= (third ^ _LEAST)).to(tl.int64) << 42
-        counts = tl.sum(reached, 0)
-        found = tl.where((counts & 0x1FFFFF) >= wanted, first, found)
-        found = tl.where(((counts >> 21) & 0x1FFFFF) >= wanted, second, found)
-        found = tl.where((counts >> 42) >= wanted, third, found)
-    return found ^ _LEAST
-
-
-@triton.jit
-def _least_in_passes(scores_ptr, num_keys, wanted, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The `wanted`-th largest score, and how many are larger, by a pass over all scores for each bit."""
-    lane = tl.arange(0, BLOCK)
-    found = wanted * 0
-    above = wanted * 0
-    for step in range(0, 33):
-        # In the last pass those above what was found are counted.
-        higher = tl.where(step < 32, found | ((wanted * 0 + 1) << (31 - step & 31)), found)
-        reached = tl.zeros([BLOCK], tl.int32)
-        for first in range(0, num_keys, BLOCK):
-            scores = tl.load(scores_ptr + first + lane, mask=first + lane < num_keys, other=_LEAST)
-            reached += ((scores > (higher ^ _LEAST)) | ((step < 32) & (scores == (higher ^ _LEAST)))).to(tl.int32)
-        above = tl.sum(reached, 0)
-        found = tl.where((step < 32) & (above >= wanted), higher, found)
-    return found ^ _LEAST, above
-
-
-@triton.jit
-def _note_high(  # type: ignore[no-untyped-def]
-    scores_ptr, kept_ptr, num_keys, wanted, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Notes the places of scores that include the COUNT largest, in ascending order, in `kept`, which has room for
-    GROUPS; how many there are.
-
-    The COUNT-th largest of the maxima of GROUPS groups is reached by COUNT scores at least, and by few more where they
-    lie as it falls out, since a group has every GROUPS-th score.
-    """
-    group = tl.arange(0, GROUPS)
-    bound = num_keys * 0 + _LEAST
-    if COUNT <= GROUPS:
-        maxima = tl.full([GROUPS], _LEAST, tl.int32)
-        for first in range(0, num_keys, GROUPS):
-            maxima = tl.maximum(
-                maxima, tl.load(scores_ptr + first + group, mask=first + group < num_keys, other=_LEAST)
-            )
-        bound = _reached_by(maxima, wanted)
-    lane = tl.arange(0, BLOCK)
-    count = num_keys * 0
-    for first in range(0, num_keys, BLOCK):
-        scores = tl.load(scores_ptr + first + lane, mask=first + lane < num_keys, other=_LEAST)
-        is_kept = (scores >= bound) & (first + lane < num_keys)
-        place = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(kept_ptr + place, first + lane, mask=is_kept & (place < GROUPS))
-        count += tl.sum(is_kept.to(tl.int32), 0)
-    return count
-
-
-@triton.jit
 def _write_largest(  # type: ignore[no-untyped-def]
-    out_ptr, scores_ptr, kept_ptr, num_keys, first_key, COUNT: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Writes the numbers of the COUNT largest of scores, of which there are more, in ascending order."""
-    wanted = num_keys * 0 + COUNT
-    count = _note_high(scores_ptr, kept_ptr, num_keys, wanted, COUNT, GROUPS, BLOCK)
+    out_ptr, scores_ptr, own_noted_ptr, num_keys, first_key,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the numbers of the COUNT largest of scores, of which there are more, in ascending order. A program alone
+    does it, with room to note ROOM places and scores."""
+    bound = bound_of(scores_ptr, num_keys, COUNT, GROUPS)
+    count = note(own_noted_ptr, own_noted_ptr + ROOM, scores_ptr, num_keys * 0, num_keys, bound, ROOM, BLOCK)
     # Other threads of the program read what these wrote, and no thread writes more before all have.
     tl.debug_barrier()
-    if count <= GROUPS:
-        group = tl.arange(0, GROUPS)
-        key = tl.load(kept_ptr + group, mask=group < count, other=0)
-        tl.debug_barrier()
-        scores = tl.load(scores_ptr + key, mask=group < count, other=_LEAST)
-        least = _reached_by(scores, wanted)
-        is_equal = (group < count) & (scores == least)
-        equals = COUNT - tl.sum((scores > least).to(tl.int32), 0)
-        kept = (scores > least) | (is_equal & (tl.cumsum(is_equal.to(tl.int32), 0) <= equals))
-        place = tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(out_ptr + place, first_key + key, mask=kept & (place < COUNT))
+    if count <= ROOM:
+        place = tl.arange(0, ROOM)
+        write_noted(out_ptr, own_noted_ptr, own_noted_ptr + ROOM, place, place < count, first_key, COUNT)
     else:
-        least, above = _least_in_passes(scores_ptr, num_keys, wanted, BLOCK)
-        lane = tl.arange(0, BLOCK)
-        equals = COUNT - above
-        written = 0
-        for first in range(0, num_keys, BLOCK):
-            exists = first + lane < num_keys
-            scores = tl.load(scores_ptr + first + lane, mask=exists, other=0)
-            is_equal = exists & (scores == least)
-            rank = tl.cumsum(is_equal.to(tl.int32), 0)
-            kept = (exists & (scores > least)) | (is_equal & (rank <= equals))
-            place = written + tl.cumsum(kept.to(tl.int32), 0) - 1
-            tl.store(out_ptr + place, first_key + first + lane, mask=kept & (place < COUNT))
-            written += tl.sum(kept.to(tl.int32), 0)
-            equals -= tl.sum(is_equal.to(tl.int32), 0)
+        write_in_passes(out_ptr, scores_ptr, num_keys, bound, first_key, COUNT, BLOCK)
+    tl.debug_barrier()
 
 
 @triton.jit
-def _write_all(out_ptr, num_keys, first_key, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the numbers of all keys, no more than COUNT, then -1."""
-    for first in range(0, COUNT, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        tl.store(out_ptr + place, tl.where(place < num_keys, first_key + place, -1), mask=place < COUNT)
+def _part_of(num_keys, num_parts):  # type: ignore[no-untyped-def]
+    """The keys of each part that `note_kernel` goes over, in whole vectors."""
+    return tl.cdiv(tl.cdiv(num_keys, num_parts), 16) * 16
+
+
+@triton.jit
+def _write_of_parts(  # type: ignore[no-untyped-def]
+    out_ptr, scores_ptr, keys_ptr, noted_ptr, counts_ptr, num_keys, num_parts, first_key,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same by what `note_kernel` noted of each part."""
+    split = _part_of(num_keys, num_parts)
+    lane = tl.arange(0, ROOM)
+    place = lane
+    count = num_keys * 0
+    for part in range(0, tl.cdiv(num_keys, split)):
+        noted = tl.load(counts_ptr + 1 + part)
+        count += noted
+        # What is noted of the next part stands where that part begins.
+        place += tl.where(lane >= count, split - noted, 0)
+    if count <= ROOM:
+        write_noted(out_ptr, keys_ptr, noted_ptr, place, lane < count, first_key, COUNT)
+    else:
+        write_in_passes(out_ptr, scores_ptr, num_keys, tl.load(counts_ptr), first_key, COUNT, BLOCK)
 
 
 @triton.jit
@@ -232,9 +161,10 @@ def _sequence(  # type: ignore[no-untyped-def]
     return first_token, num_queries, first_page, num_slots, tl.load(kv_lens_ptr + seq), kept
 
 
-@triton.jit(do_not_specialize=["num_splits", "least_keys"])
+@triton.jit(do_not_specialize=["num_strands"])
 def score_kernel(  # type: ignore[no-untyped-def]
     scores_ptr,
+    maxima_ptr,
     q_ptr,
     weights_ptr,
     cache_ptr,
@@ -243,8 +173,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     page_indices_ptr,
     page_indptr_ptr,
     page_start_ptr,
-    num_splits,
-    least_keys,
+    num_strands,
     q_stride_t,
     q_stride_h,
     q_stride_d,
@@ -264,28 +193,92 @@ def score_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of a sequence with one query, which sees more than COUNT keys: one of `num_splits` parts of the keys.
+    """Scores of a sequence with one query, which sees more than COUNT keys, by programs that share its tiles of keys.
 
-    `scores`, int32, has a place for each slot of all page lists.
+    `scores` and `maxima`, int32, have a place for each slot of all page lists. A strand is every `num_strands`-th tile,
+    of one program; the maxima of its scores, BLOCK_N groups, stand where the scores of its first tile do.
     """
     wait_for_previous(PDL)
     first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, tl.program_id(0), PAGE_SIZE, RATE
     )
     num_keys = tl.minimum(kv_len // RATE - kept, num_slots)
-    split = tl.cdiv(tl.maximum(tl.cdiv(num_keys, num_splits), least_keys), BLOCK_N) * BLOCK_N
-    low = tl.program_id(1) * split
-    if (num_queries != 1) | (num_keys <= COUNT) | (low >= num_keys):
+    num_tiles = tl.cdiv(num_keys, BLOCK_N)
+    tile = tl.program_id(1)
+    if (num_queries != 1) | (num_keys <= COUNT) | (tile >= num_tiles):
         return
     q, weights = _heads(
         q_ptr, weights_ptr, first_token, 1, q_stride_t, q_stride_h, q_stride_d, weights_stride_t, weights_stride_h,
         HEADS, SIZE, 1, BLOCK_H, BLOCK_D,
     )  # fmt: skip
-    _score(
-        scores_ptr + first_page.to(tl.int64) * PAGE_SIZE, 0, q, weights, low, tl.minimum(low + split, num_keys),
-        cache_ptr, page_indices_ptr + first_page, cache_stride_p, cache_stride_s,
-        PAGE_SIZE, HEADS, SIZE, 1, BLOCK_H, BLOCK_N, BLOCK_D, SCALE, PRECISION,
+    scores_ptr += first_page.to(tl.int64) * PAGE_SIZE
+    maxima_ptr += first_page.to(tl.int64) * PAGE_SIZE
+    lane = tl.arange(0, BLOCK_N)
+    strand = tile
+    maxima = tl.full([BLOCK_N, 1], LEAST, tl.int32)
+    for _ in range(tile, num_tiles, tl.num_programs(1)):
+        key = tile * BLOCK_N + lane
+        scores = _tile_scores(
+            q, weights, key, num_keys, cache_ptr, page_indices_ptr + first_page, cache_stride_p, cache_stride_s,
+            PAGE_SIZE, HEADS, SIZE, 1, BLOCK_H, BLOCK_D, SCALE, PRECISION,
+        )  # fmt: skip
+        exists = (key < num_keys)[:, None]
+        tl.store(scores_ptr + key[:, None], scores, mask=exists)
+        maxima = tl.maximum(maxima, tl.where(exists, scores, LEAST))
+        group = strand * BLOCK_N + lane
+        is_last = tile + num_strands >= num_tiles
+        tl.store(maxima_ptr + group[:, None], maxima, mask=(is_last & (group < num_keys))[:, None])
+        maxima = tl.where(is_last, LEAST, maxima)
+        strand = tl.where(is_last, strand + tl.num_programs(1), strand)
+        tile = tl.where(is_last, strand, tile + num_strands)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def note_kernel(  # type: ignore[no-untyped-def]
+    keys_ptr,
+    noted_ptr,
+    counts_ptr,
+    scores_ptr,
+    maxima_ptr,
+    cu_seqlens_ptr,
+    kv_lens_ptr,
+    page_indptr_ptr,
+    page_start_ptr,
+    num_groups,
+    COUNT: tl.constexpr,
+    RATE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Notes the keys of one part of a sequence with one query whose scores reach its bound, and these scores.
+
+    What is noted of a part, ascending, stands from the place of the part's first score on. `counts` [B, 1 + parts]: the
+    bound, and how many were noted of each part. Every program finds the bound for itself, by the maxima of the
+    `num_groups` groups at most: if one did, the others would only wait for it.
+    """
+    wait_for_previous(PDL)
+    seq = tl.program_id(0)
+    part = tl.program_id(1)
+    num_parts = tl.num_programs(1)
+    _, num_queries, first_page, num_slots, kv_len, kept = _sequence(
+        cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE, RATE
+    )
+    num_keys = tl.minimum(kv_len // RATE - kept, num_slots)
+    split = _part_of(num_keys, num_parts)
+    low = part * split
+    if (num_queries != 1) | (num_keys <= COUNT) | (low >= num_keys):
+        return
+    place = first_page.to(tl.int64) * PAGE_SIZE
+    bound = bound_of(maxima_ptr + place, tl.minimum(num_keys, num_groups), COUNT, GROUPS)
+    count = note(
+        keys_ptr + place + low, noted_ptr + place + low, scores_ptr + place, low, tl.minimum(low + split, num_keys),
+        bound, split, BLOCK,
     )  # fmt: skip
+    counts_ptr += seq * (1 + num_parts)
+    tl.store(counts_ptr, bound, mask=part == 0)
+    tl.store(counts_ptr + 1 + part, count)
 
 
 @triton.jit
@@ -305,12 +298,15 @@ def _tiles_of(  # type: ignore[no-untyped-def]
     return tl.where(has_tiles, tl.cdiv(queries, BLOCK_Q), 0), tl.max(tl.where(has_tiles, slots, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "own_places"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "own_places", "num_parts"])
 def select_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     scores_ptr,
+    keys_ptr,
+    noted_ptr,
+    counts_ptr,
     own_ptr,
-    kept_ptr,
+    own_noted_ptr,
     q_ptr,
     weights_ptr,
     cache_ptr,
@@ -322,6 +318,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     num_seqs,
     own_places,
+    num_parts,
     q_stride_t,
     q_stride_h,
     q_stride_d,
@@ -339,20 +336,21 @@ def select_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
+    ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The positions that each query selects, `out` [T, COUNT]: of sequences with one query by the `scores` that there
-    are, of others by scores that are made here, and -1 for padding. The programs share these.
+    """The positions that each query selects, `out` [T, COUNT]: of sequences with one query by what was noted of their
+    `num_parts` parts, of others by scores that are made here, and -1 for padding. The programs share these.
 
     `own` has room for `own_places` scores, at least for a tile of the longest sequence. As many programs as it has room
-    for take tiles. `kept` has room for GROUPS scores of each program.
+    for take tiles. `own_noted` has room for ROOM places and scores of each program.
     """
     wait_for_previous(PDL)
     program = tl.program_id(0)
-    kept_ptr += program * GROUPS
+    own_noted_ptr += program * 2 * ROOM
     num_programs = tl.num_programs(0)
     for seq in range(program, num_seqs, num_programs):
         first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
@@ -363,9 +361,12 @@ def select_kernel(  # type: ignore[no-untyped-def]
         if num_queries == 1:
             if num_keys > COUNT:
                 place = first_page.to(tl.int64) * PAGE_SIZE
-                _write_largest(row_ptr, scores_ptr + place, kept_ptr, num_keys, kept, COUNT, GROUPS, BLOCK)
+                _write_of_parts(
+                    row_ptr, scores_ptr + place, keys_ptr + place, noted_ptr + place,
+                    counts_ptr + seq * (1 + num_parts), num_keys, num_parts, kept, COUNT, ROOM, BLOCK,
+                )  # fmt: skip
             else:
-                _write_all(row_ptr, num_keys, kept, COUNT, BLOCK)
+                write_all(row_ptr, num_keys, kept, COUNT, BLOCK)
 
     num_tiles = 0
     longest = 0
@@ -399,22 +400,25 @@ def select_kernel(  # type: ignore[no-untyped-def]
                 q_ptr, weights_ptr, first_token + first_query, own_queries, q_stride_t, q_stride_h, q_stride_d,
                 weights_stride_t, weights_stride_h, HEADS, SIZE, BLOCK_Q, BLOCK_H, BLOCK_D,
             )  # fmt: skip
-            _score(
-                own_ptr, stride, q, weights, 0, end, cache_ptr, page_indices_ptr + first_page,
-                cache_stride_p, cache_stride_s,
-                PAGE_SIZE, HEADS, SIZE, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D, SCALE, PRECISION,
-            )  # fmt: skip
+            rows_ptr = own_ptr + tl.arange(0, BLOCK_Q) * stride
+            for first in range(0, end, BLOCK_N):
+                key = first + tl.arange(0, BLOCK_N)
+                scores = _tile_scores(
+                    q, weights, key, end, cache_ptr, page_indices_ptr + first_page, cache_stride_p, cache_stride_s,
+                    PAGE_SIZE, HEADS, SIZE, BLOCK_Q, BLOCK_H, BLOCK_D, SCALE, PRECISION,
+                )  # fmt: skip
+                tl.store(rows_ptr[None, :] + key[:, None], scores, mask=(key < end)[:, None])
             # Other threads of the program read what these wrote.
             tl.debug_barrier()
         for query in range(0, own_queries):
             seen = tl.minimum((visible + query) // RATE - kept, num_slots)
             row_ptr = out_ptr + (first_token + first_query + query).to(tl.int64) * COUNT
             if seen > COUNT:
-                _write_largest(row_ptr, own_ptr + query * stride, kept_ptr, seen, kept, COUNT, GROUPS, BLOCK)
+                _write_largest(row_ptr, own_ptr + query * stride, own_noted_ptr, seen, kept, COUNT, GROUPS, ROOM, BLOCK)
             else:
-                _write_all(row_ptr, seen, kept, COUNT, BLOCK)
+                write_all(row_ptr, seen, kept, COUNT, BLOCK)
         tl.debug_barrier()
 
     end = tl.load(cu_seqlens_ptr + num_seqs)
     for padding in range(program, num_tokens - end, num_programs):
-        _write_all(out_ptr + (end + padding).to(tl.int64) * COUNT, 0, 0, COUNT, BLOCK)
+        write_all(out_ptr + (end + padding).to(tl.int64) * COUNT, 0, 0, COUNT, BLOCK)

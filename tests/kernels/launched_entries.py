@@ -57,8 +57,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "ATTEND_PARTS", (3, 2, 3, 1))
     monkeypatch.setattr(launches, "JOINED", 32)
     monkeypatch.setattr(selection_launches, "PROGRAMS", 3)
-    monkeypatch.setattr(selection_launches, "SELECT_PARTS", (3, 3, 3, 2))
-    monkeypatch.setattr(selection_launches, "LEAST_SCORED", 16)
+    monkeypatch.setattr(selection_launches, "SCORE_PARTS", (3, 3, 3, 2))
+    monkeypatch.setattr(selection_launches, "NOTE_PARTS", (3, 3, 3, 2))
     monkeypatch.setattr(selection_launches, "SCANNED", 16 if IS_INTERPRETED else 128)
     monkeypatch.setattr(selection_launches, "GROUPS", 32 if IS_INTERPRETED else 256)
     if IS_INTERPRETED:  # compiled kernels have read it already
@@ -160,7 +160,7 @@ def scored_sample(sequences: list[tuple[int, int]], count: int, rate: int, heads
 @pytest.mark.parametrize("rate", [1, 2, 5])
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 80])
 def test_counts_near_those_of_entries(count: int, rate: int, same: Same) -> None:
-    sequences = [(9, 80 * rate + 1), (1, 33 * rate), (1, 33 * rate - 1), (1, 32 * rate), (2, 2), (0, 7)]
+    sequences = [(9, 80 * rate + 1), (1, 33 * rate), (1, 33 * rate - 1), (1, 32 * rate), (0, 7), (1, 101 * rate)]
 
     agrees(PAGED_SELECT_ENTRIES, scored_sample(sequences, count, rate), same)
 

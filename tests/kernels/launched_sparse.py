@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -36,6 +36,8 @@ HALVES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn
 TINY: dict[str, Any] = {"heads": 3, "nope": 12, "rope": 8, "latent": 16, "value": 14}
 Same = Callable[..., None]
+CHOSEN = {name: getattr(launches, name) for name in ("PROGRAMS", "SCORE_PARTS", "NOTE_PARTS", "SCANNED", "GROUPS")}
+"""How selections are divided, but in these tests."""
 
 
 def triton_of(spec: OpSpec) -> Callable[..., Any]:
@@ -50,8 +52,8 @@ SELECT, ATTEND, WRITE = map(triton_of, (PAGED_SELECT_KEYS, PAGED_SPARSE_LATENT_A
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with several rows and tiles, several parts of rows, and more sequences than are looked at together."""
     monkeypatch.setattr(launches, "PROGRAMS", 3)
-    monkeypatch.setattr(launches, "SELECT_PARTS", (3, 3, 3, 2))
-    monkeypatch.setattr(launches, "LEAST_SCORED", 16)
+    monkeypatch.setattr(launches, "SCORE_PARTS", (3, 3, 3, 2))
+    monkeypatch.setattr(launches, "NOTE_PARTS", (3, 3, 3, 2))
     monkeypatch.setattr(launches, "SCANNED", 16 if IS_INTERPRETED else 128)
     monkeypatch.setattr(launches, "GROUPS", 32 if IS_INTERPRETED else 256)
     monkeypatch.setattr(launches, "ATTEND_PARTS", (3, 2, 3, 1))
@@ -124,20 +126,99 @@ def test_few_programs_have_room_for_scores(places: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
-def test_scores_of_all_kinds(same: Same) -> None:
-    """Zeros of both signs, infinities, NaN, numbers that differ in their last bit, and far apart ones."""
+@pytest.mark.parametrize("times", [1, 3])
+def test_scores_of_all_kinds(times: int, same: Same) -> None:
+    """Zeros of both signs, infinities, NaN, numbers that differ in their last bit, and far apart ones; in one part, and
+    in several."""
     near = torch.tensor(1.0).nextafter(torch.tensor(2.0)).item()
     values = [0.0, near, 1.0, float("inf"), -3.0, 1e-42, float("nan"), 1e38, near, 2.0, 1e-30, 1.0, 0.0, 7e-46, 3.0]
-    keys = torch.tensor(values, device=DEVICE).view(1, 15, 1)
-    call = {
-        "q": torch.ones(1, 2, 1, 1, device=DEVICE), "cache": keys, "kv_lens": [15, 15], "cu_seqlens": [0, 1, 2],
-        "page_indices": [0, 0], "page_indptr": [0, 1, 2], "page_start": [0, 0],
+    sample = of_one_query([values * times] * 2, 1)
+    sample["weights"][0, 1] = -1.0
+    for count in (1, 2, 3, 4, 7, 8, 13, 14, 15 * times - 1):
+        agrees(PAGED_SELECT_KEYS, sample | {"count": count}, same)
+
+
+# Of sequences with one query, whose keys are shared by several programs.
+
+
+def of_one_query(rows: Sequence[Sequence[float]], count: int) -> Sample:
+    """A query for each sequence, and the scores of its keys: a head of one element, which is 1, as is its weight."""
+    pages = [-(-len(row) // 4) for row in rows]
+    cache = torch.full((sum(pages), 4, 1), float("nan"))
+    order = torch.arange(len(cache)).flip(0)
+    for first, row in zip(itertools.accumulate(pages, initial=0), rows, strict=False):
+        places = torch.arange(len(row))
+        cache[order[first + places // 4], places % 4, 0] = torch.tensor(row, dtype=torch.float32)
+    lists = {
+        "cu_seqlens": torch.arange(len(rows) + 1), "kv_lens": torch.tensor([len(row) for row in rows]),
+        "page_indices": order, "page_indptr": torch.tensor([0, *itertools.accumulate(pages)]),
+        "page_start": torch.zeros(len(rows)),
     }  # fmt: skip
-    call = {key: torch.tensor(x, dtype=torch.int32, device=DEVICE) if isinstance(x, list) else x
-            for key, x in call.items()}  # fmt: skip
-    weights = torch.tensor([1.0, -1.0], device=DEVICE).view(1, 2, 1)
-    for count in (1, 2, 3, 4, 7, 8, 13, 14):
-        agrees(PAGED_SELECT_KEYS, call | {"weights": weights, "scale": 1.0, "count": count}, same)
+    tensors = {"q": torch.ones(1, len(rows), 1, 1), "cache": cache, "weights": torch.ones(1, len(rows), 1)}
+    tensors |= {name: x.int() for name, x in lists.items()}
+    return {**{name: x.to(DEVICE) for name, x in tensors.items()}, "scale": 1.0, "count": count}
+
+
+@pytest.mark.parametrize("high", [[0], [1], [2], [0, 1], [0, 2], [1, 2]], ids=str)
+def test_large_scores_in_some_of_three_parts(high: list[int], same: Same) -> None:
+    """Nothing is noted of the others."""
+    row = [float(1 + i % 7 + 100 * (i // 16 in high)) for i in range(48)]
+    for count in (1, 5, 16):
+        agrees(PAGED_SELECT_KEYS, of_one_query([row], count), same)
+
+
+@pytest.mark.parametrize("count", [3, 5, 14, 17, 31])
+def test_equal_scores_in_several_parts(count: int, same: Same) -> None:
+    """The first of them are selected: of the first part, of two, and of the third, where that is all keys but a few."""
+    rows = [[9.0 if i % 16 == 5 else 4.0 if i % 2 else 1.0 for i in range(length)] for length in (32, 33, 47, 48)]
+
+    agrees(PAGED_SELECT_KEYS, of_one_query(rows, count), same)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_more_scores_reach_the_bound_than_there_is_room_for(count: int, same: Same) -> None:
+    """Since they are equal, the least that are selected among them or above these; or since the largest ones are all in
+    one group, in whose maxima one is seen."""
+    period = 6 * 48
+    equal = [2.0] * 90
+    some_above = [5.0 if i in (33, 80) else 2.0 for i in range(90)]
+    a_group = [100.0 + i // period % 5 if i % period == 0 else float(i % 11) for i in range(8 * period + 1)]
+
+    agrees(PAGED_SELECT_KEYS, of_one_query([equal, some_above, a_group, [3.0] * count], count), same)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_sequences_of_mixed_lengths(parts: int, monkeypatch: pytest.MonkeyPatch, same: Same) -> None:
+    """With programs that have several strands, and strands of several tiles; in memory that has large scores at
+    first."""
+    monkeypatch.setattr(launches, "SCORE_PARTS", (parts,) * 4)
+    monkeypatch.setattr(launches, "NOTE_PARTS", (parts + 1,) * 4)
+    monkeypatch.setattr(launches, "GROUPS", 64)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *size, **more: empty(*size, **more).fill_(0x7E if more.get("dtype") == torch.uint8 else 0),
+    )
+    lengths = (301, 12, 1, 64, 65, 190, 13, 333, 7)
+    generator = torch.Generator().manual_seed(parts)
+    rows = [(torch.randperm(length, generator=generator) + 1.0).tolist() for length in lengths]
+    for count in (12, 40):
+        agrees(PAGED_SELECT_KEYS, of_one_query(rows, count), same)
+
+
+def test_as_many_keys_as_deepseeks() -> None:
+    """In the parts and groups that are chosen."""
+    with pytest.MonkeyPatch.context() as chosen:
+        for name, value in CHOSEN.items():
+            chosen.setattr(launches, name, value)
+        rows = [torch.randperm(length, generator=torch.Generator().manual_seed(0)) + 1.0 for length in (9000, 2049)]
+        sample = of_one_query([row.tolist() for row in rows], 2048)
+
+        found = SELECT(**sample)[0].cpu()
+
+    for row, selected in zip(rows, found, strict=True):
+        assert torch.equal(selected, row.topk(2048).indices.sort().values.int())
 
 
 def test_a_selection_is_written_into_what_is_given() -> None:

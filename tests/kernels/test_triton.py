@@ -346,7 +346,7 @@ def test_sparse_attention_compiles(use: Use) -> None:
         assert len(found.asm["cubin"]) > 0
         assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
         has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
-        assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("join_kernel"))
+        assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith(("note_kernel", "join_kernel")))
 
 
 def block_uses(capability: tuple[int, int], dtype: Dtype, cache: Dtype | None = None) -> list[Use]:
@@ -495,7 +495,7 @@ def test_attention_over_entries_compiles(use: Use) -> None:
         assert len(found.asm["cubin"]) > 0
         assert found.metadata.shared <= {(9, 0): 227, (8, 0): 163, (8, 9): 99}[use.target.capability] * 1024
         has_tensor_cores = any(name in found.asm["ptx"] for name in ("wgmma", "mma.sync"))
-        assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith("join_kernel"))
+        assert has_tensor_cores == (use.width("q") == 2 and not launch.kernel.endswith(("note_kernel", "join_kernel")))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 256])
