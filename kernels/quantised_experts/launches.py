@@ -94,12 +94,12 @@ def few(
     `splits`: parts of the second product's sums; None: as many as GPUs need to be busy. `asks_ahead`: its weights are
     brought to the L2 cache while the first one runs, if the GPU can.
     """
-    return lambda use: _few(use, up, down, splits or splits_of(_known(use)), asks_ahead=asks_ahead)
+    return lambda use: _few(use, up, down, splits or splits_of(known(use)), asks_ahead=asks_ahead)
 
 
 def few_workspace(use: Use) -> Expr:
     """What is rounded, what is between the products, and the rows of all pairs."""
-    return _rows(use, 0, parts=splits_of(_known(use))).end
+    return _rows(use, 0, parts=splits_of(known(use))).end
 
 
 def splits_of(sizes: Sizes) -> int:
@@ -131,7 +131,7 @@ class _Rows(NamedTuple):
 
 def _rows(use: Use, start: Expr, kept: Dtype = "float32", parts: int = 1) -> _Rows:
     """From a byte on; the rows of pairs are `kept` in a type, in so many parts."""
-    sizes = _known(use)
+    sizes = known(use)
     second = add(start, experts.aligned(mul(use.width("x") * sizes.inner, sizes.pairs)))
     num_bytes = parts * (4 if kept == "float32" else 2)
     end = add(second, experts.aligned(mul(num_bytes * sizes.width, sizes.pairs)))
@@ -170,18 +170,16 @@ def _ordered_rows(use: Use, tokens: int | None, places: experts.Places) -> _Rows
 
 
 def _places(use: Use, tokens: int | None) -> experts.Places:
-    sizes = _known(use)
+    sizes = known(use)
     return experts.places_of(sizes.pairs, sizes.num_experts, is_counted=experts.are_many(tokens))
 
 
 def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ahead: bool) -> tuple[Launch, ...]:
-    sizes, rows = _known(use), _rows(use, 0, parts=splits)
+    sizes, rows = known(use), _rows(use, 0, parts=splits)
     is_wide = use.width("x") > 2
     up, down = up or (_FEW_WIDE if is_wide else _FEW_UP), down or (_FEW_WIDE if is_wide else _FEW_DOWN)
     before, first, between, second = _products(use, rows, None, up, down)
     asks_ahead = asks_ahead and has_pdl(use) and _row_bytes(use, sizes.inner) % _COPIED == 0
-    ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
-    weights = (step_of(use, "expert_weights", 0), step_of(use, "expert_weights", 1))
     return (
         *before,
         first._replace(constants={**first.constants, "RELEASES_LATE": True}),
@@ -189,24 +187,29 @@ def _few(use: Use, up: Tiles | None, down: Tiles | None, splits: int, *, asks_ah
         second._replace(
             grid=(*second.grid, splits), constants={**second.constants, "SPLITS": splits, "ASKS_AHEAD": asks_ahead}
         ),
-        Launch(
-            f"{_TRITON}:sum_kernel",
-            (ceildiv(sizes.width, _SUM_BLOCK), sizes.tokens),
-            (
-                Pointer("out.0"), rows.rows, Pointer("expert_ids"), Pointer("expert_weights"), sizes.pairs, *ids,
-                *weights,
-            ),
-            {
-                "NUM_EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k, "SPLITS": splits, "SIZE": sizes.width,
-                "BLOCK_J": power_of_two(splits * sizes.top_k), "BLOCK": _SUM_BLOCK, "PDL": has_pdl(use),
-            },
-            pdl=has_pdl(use),
-        ),
+        sum_of_pairs(use, rows.rows, splits),
+    )
+
+
+def sum_of_pairs(use: Use, rows: Pointer, splits: int) -> Launch:
+    """The weighted sum of the `rows` of each token's pairs, [splits, pairs, width] in float32."""
+    sizes = known(use)
+    ids = (step_of(use, "expert_ids", 0), step_of(use, "expert_ids", 1))
+    weights = (step_of(use, "expert_weights", 0), step_of(use, "expert_weights", 1))
+    return Launch(
+        f"{_TRITON}:sum_kernel",
+        (ceildiv(sizes.width, _SUM_BLOCK), sizes.tokens),
+        (Pointer("out.0"), rows, Pointer("expert_ids"), Pointer("expert_weights"), sizes.pairs, *ids, *weights),
+        {
+            "NUM_EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k, "SPLITS": splits, "SIZE": sizes.width,
+            "BLOCK_J": power_of_two(splits * sizes.top_k), "BLOCK": _SUM_BLOCK, "PDL": has_pdl(use),
+        },
+        pdl=has_pdl(use),
     )  # fmt: skip
 
 
 def _grouped(use: Use, tokens: int | None, up: Tiles | None, down: Tiles | None) -> tuple[Launch, ...]:
-    sizes, places = _known(use), _places(use, tokens)
+    sizes, places = known(use), _places(use, tokens)
     rows = _ordered_rows(use, tokens, places)
     average = None if tokens is None else tokens * sizes.top_k / sizes.num_experts
     most = None if tokens is None or experts.are_many(tokens) else tokens * sizes.top_k
@@ -260,7 +263,7 @@ def _products(
 ) -> tuple[tuple[Launch, ...], Launch, tuple[Launch, ...], Launch]:
     """What comes before the first product, that, what comes between them, and the second one; by pairs where there are
     no places."""
-    sizes = _known(use)
+    sizes = known(use)
     activated = experts.between_of(use)
     plain: Constants = {"IS_GATED": False, "ACTIVATION": "", "ALPHA": 1.0, "LIMIT": 0.0, "OFFSET": 0.0}
     first: Constants = {**activated, "SIZE_K": sizes.width, "SIZE_N": sizes.inner, "GATHERS": True, "SCATTERS": False}
@@ -288,7 +291,7 @@ def _product(
     places: experts.Places | None, constants: Mapping[str, int | float | bool | str], tiles: Tiles,
 ) -> Launch:  # fmt: skip
     """A launch of `product_kernel`: of results, rows and their scales, and the weight `name`."""
-    sizes = _known(use)
+    sizes = known(use)
     stored = _stored(use, name, int(constants["SIZE_K"]))
     is_half = use.width("x") == 2 and stored["VALUES"] in ("fp4", "int4")
     is_exact = _is_exact(use, name, int(constants["SIZE_K"]))
@@ -346,11 +349,12 @@ def _stored(use: Use, name: str, size_k: int) -> Constants:
 def _group(use: Use, name: str, size_k: int) -> tuple[int, int]:
     """Rows and columns that share a scale of the weight `name`, whose rows are `size_k` long: a whole block of columns
     at least, if all columns do."""
-    rows, columns = _shared(use, name, size_k)
+    rows, columns = shared_by(use, name, size_k)
     return rows, columns if columns < size_k or _is_fp4(use) else max(columns, _LEAST_K, power_of_two(size_k))
 
 
-def _shared(use: Use, name: str, size_k: int) -> tuple[int, int]:
+def shared_by(use: Use, name: str, size_k: int) -> tuple[int, int]:
+    """Rows and columns that share a scale of the weight `name`."""
     format = use.constant("format")
     if format == "mxfp4":
         return 1, _MXFP4_BLOCK
@@ -394,7 +398,8 @@ def _is_fp4(use: Use) -> bool:
     return _VALUES[str(use.constant("format"))][0] == "fp4"
 
 
-def _known(use: Use) -> Sizes:
+def known(use: Use) -> Sizes:
+    """The sizes, where kernels are compiled for them."""
     sizes = sizes_of(use)
     assert sizes is not None, "the record's condition"
     return sizes

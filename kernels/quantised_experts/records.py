@@ -1,5 +1,6 @@
 """What computes experts in few bits: Triton on GPUs; else each expert is dequantised when its tokens are multiplied.
 
+On Hopper steps of few tokens read weights by a stream of their own.
 How Triton's kernels cut their work depends on how many tokens a step has. They don't multiply by matrices that lie
 transposed, as those of awq and gptq do: these are dequantised on the GPU in each step, of the experts that have tokens.
 """
@@ -12,7 +13,7 @@ from typing import Any
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.experts.records import STEPS
-from precast.kernels.quantised_experts import launches, whole
+from precast.kernels.quantised_experts import launches, streamed, whole
 from precast.kernels.quantised_experts.rounding import rounding_of
 from precast.kernels.quantised_experts.sizes import sizes_of
 from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
@@ -86,6 +87,7 @@ def _whole(least: int, most: int | None) -> Record:
 _RUNS = "precast.kernels.quantised_experts.one_by_one:quantised_experts"
 
 RECORDS = (
+    streamed.RECORD,
     _few(_FEW),
     *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
     _grouped(STEPS[-1] + 1, None),

@@ -1,0 +1,538 @@
+// stream_experts: y[pair, n] = sum over k of x[pair, k] * w[expert of the pair, n, k], for pairs of few tokens and their
+// experts, as fast as memory gives the weights of the experts that have any.
+//
+// The weights lie as a checkpoint has them, w[experts, ROWS, SIZE_K] in few bits. Each CTA puts the pairs into the order
+// of experts, which are up to 8 pairs of an expert an item, 16 rows of whose weight a tile; and the CTAs, one to an SM,
+// share the tiles of all items out in runs. In a CTA
+//
+//   - one thread copies rows into a ring in shared memory, far ahead of those who read it;
+//   - sixteen warps multiply: mma.m16n8k16 with the weights as its 16 rows and the item's rows of x as its 8 columns.
+//     They take turns at runs of STEP k, so that each has its part of x in registers, as long as the item is the same.
+//     Weights become operands in registers: the same k of w and x meet, in whatever order;
+//   - two warps add up the sixteen sums of each tile, in one order, and write what is made of them.
+//
+// So a row of y depends on its row of x and the weights alone, bit for bit: not on other pairs, nor on their number.
+//
+// Programmatic dependent launch: weights must not be written by a kernel in front. With IDS_ARE_NEW the kernel in front
+// may have written the ids: the kernel waits for it, and then lets the next one start. Without, the ids were there
+// before the kernel in front let this one start. So its first weights are requested before that has ended, and it waits
+// where it reads x, or writes y.
+//
+// Defines:
+//   SIZE_N=n         columns of y, a multiple of 8
+//   SIZE_K=n         columns of w and x
+//   EXPERTS=n, TOP_K=n
+//   IDS_ARE_NEW      as above
+//   OF_TOKENS        x has a row for each token; else for each pair
+//   BIAS             bias[experts, ROWS] is added
+//   ACTIVATION=f     f is silu, gelu, gelu_tanh, relu or relu2, of what y is; silu takes ALPHA times its argument
+//   GATED            w has ROWS = 2 * SIZE_N rows, gates before values, and y is f(gate) * (value + OFFSET); with LIMIT,
+//                    values are between -LIMIT and it, and gates not above it. Else ROWS is SIZE_N
+//   WIDE             y is float32; else of the type of x, bfloat16
+//   PIECES=n         a row is copied in so many pieces of the same length
+//   STAGES=n         pieces of 16 rows in the ring
+//
+// and how w is stored, one of
+//
+//   FP4              with scales[experts, ROWS, SIZE_K / GROUP] of a byte, E8M0, or with FLOAT8_SCALES float8; GROUP is
+//                    32 or 16, and a row's scales are an even number
+//   PACKED4          eight neighbours in an int32, the first in the lowest bits; ZERO is subtracted
+//   FLOAT8           float8_e4m3fn
+//
+// with, of the last two, scales[experts, ROWS / SCALED_ROWS, SIZE_K / GROUP] of SCALE_BYTES: 4 for float32, 2 for the type
+// of x. GROUP is a multiple of STEP; without it a row has one scale. And of each format
+//
+//   WHOLE=n          sums are multiplied with whole[experts, n], float32, n being 1 or ROWS, or DIVIDED by it
+//   STEP=n           k that a warp takes at a time: a multiple of 32, or of 16 for FLOAT8
+//
+// A row of a piece is a multiple of 16 bytes and of STEP k. x lies in row-major order, aligned to 16 bytes. At most
+// MAX_PAIRS pairs.
+
+#include "half.cuh"
+#include "few_bits.cuh"
+
+constexpr int TILE = 16;              // rows of w in a tile
+constexpr int COLUMNS = 8;            // rows of x in an item
+constexpr int WARPS = 16;             // that multiply
+constexpr int COPYING_WARP = WARPS, FIRST_ADDING_WARP = WARPS + 1, ADDING_WARPS = 2;
+constexpr int THREADS = 32 * (WARPS + 1 + ADDING_WARPS);
+constexpr int MAX_STAGES = 12, MAX_PAIRS = 128;
+constexpr int BUFFERS = 2;            // tiles whose sums are in shared memory
+
+#ifdef FLOAT8
+constexpr int BITS = 8;               // of a weight
+#else
+constexpr int BITS = 4;
+#endif
+#ifdef GATED
+constexpr int HALVES = 2;             // rows 0 to 7 of a tile are gates, rows 8 to 15 values
+#else
+constexpr int HALVES = 1;
+#endif
+constexpr int ROWS = HALVES * SIZE_N;
+constexpr int TILE_N = TILE / HALVES; // columns of y that a tile makes
+constexpr int TILES = (SIZE_N + TILE_N - 1) / TILE_N;    // of an expert
+
+constexpr int WORD = 32 / BITS;       // k of a word
+constexpr int UNIT = 4 * WORD;        // k that lie in 16 bytes of a row, which ldmatrix gives to four lanes
+constexpr int UNITS = STEP / UNIT;
+constexpr int PIECE = SIZE_K / PIECES;
+constexpr int STEPS = PIECE / STEP, EACH = (STEPS + WARPS - 1) / WARPS;    // of a piece, and at most of a warp's
+constexpr int ROW_BYTES = SIZE_K / 8 * BITS, PIECE_BYTES = PIECE / 8 * BITS;
+constexpr int PITCH = PIECE_BYTES + (PIECE_BYTES % 32 ? 0 : 16);    // so that ldmatrix finds its 8 rows in different banks
+#ifdef FP4
+constexpr int ROW_SCALES = SIZE_K / GROUP;    // which come with a piece: those of the whole row
+#else
+constexpr int ROW_SCALES = 0;
+#endif
+constexpr int STAGE_BYTES = TILE * (PITCH + ROW_SCALES);
+
+#ifdef WIDE
+typedef float Result;
+#else
+typedef Element Result;
+#endif
+
+// --- what PTX has and C++ has not ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+// True in one thread of the warp; unlike a comparison with a lane's number, it leaves the code behind it uniform.
+__device__ __forceinline__ bool elected() {
+  u32 chosen;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+  return chosen;
+}
+
+__device__ __forceinline__ u64 read_once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+// Two 8 x 8 matrices of 16 bits; lane 8 i + j, of the first sixteen, gives the address of row j of matrix i.
+__device__ __forceinline__ void load_two_matrices(u32 (&to)[2], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ Element rounded(float value) {
+  Element narrow;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+  return narrow;
+}
+
+// --- what stands between the products ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ float silu(float a, float alpha) { return a / (1.0f + __expf(-alpha * a)); }
+__device__ __forceinline__ float gelu(float a, float) { return 0.5f * a * (1.0f + erff(a * 0.7071067811865476f)); }
+__device__ __forceinline__ float gelu_tanh(float a, float) {
+  return 0.5f * a * (1.0f + tanhf(0.7978845608028654f * (a + 0.044715f * a * a * a)));
+}
+__device__ __forceinline__ float relu(float a, float) { return a < 0.0f ? 0.0f : a; }    // which NaN passes
+__device__ __forceinline__ float relu2(float a, float) { return a < 0.0f ? 0.0f : a * a; }
+
+__device__ __forceinline__ float activated(float gate, float value) {
+#ifdef LIMIT
+  constexpr float limit = LIMIT;
+  gate = gate > limit ? limit : gate;
+  value = value > limit ? limit : value < -limit ? -limit : value;
+#endif
+#ifdef ACTIVATION
+  gate = ACTIVATION(gate, (float)ALPHA);
+#endif
+#ifdef GATED
+  gate *= value + (float)OFFSET;
+#endif
+  return gate;
+}
+
+// --- what a CTA does --------------------------------------------------------------------------------------------------
+
+typedef float Sums[WARPS][TILE][COLUMNS];
+
+// Pairs of an expert, of those in order: which, and how many.
+struct Item {
+  int expert, first, count;
+};
+
+// What lies in front of the ring.
+struct alignas(128) Head {
+  u64 full[MAX_STAGES], empty[MAX_STAGES], summed[BUFFERS], added[BUFFERS];
+  int num_items, num_leading[MAX_PAIRS], expert_of[MAX_PAIRS], ordered[MAX_PAIRS];
+  Item items[MAX_PAIRS];
+  alignas(16) Sums sums[BUFFERS];
+};
+static_assert(sizeof(Head) == 19712, "as streamed.py has it");
+
+// A place in a ring: whoever walks it meets each barrier in one phase after the other.
+struct Place {
+  int at;
+  u32 parity;
+
+  __device__ __forceinline__ void advance(int length) {
+    if (++at == length) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// All threads: the pairs in the order of experts, and of their numbers, and the items. What is no expert's is left out.
+__device__ __forceinline__ void put_into_order(Head& head, const i64* ids, i64 token_stride, i64 stride, int pairs) {
+  const int own = threadIdx.x;
+  int expert = EXPERTS, before = 0, same = 0, all = 0;
+  if (own < pairs) {
+    const i64 id = ids[own / TOP_K * token_stride + own % TOP_K * stride];
+    expert = id < 0 || id >= EXPERTS ? EXPERTS : (int)id;
+    head.expert_of[own] = expert;
+  }
+  __syncthreads();
+  if (own < pairs) {
+    for (int other = 0; other < pairs; other++) {
+      const int found = head.expert_of[other];
+      before += found < expert;
+      same += found == expert && other < own;
+      all += found == expert;
+    }
+    const bool leads = expert < EXPERTS && same % COLUMNS == 0;
+    head.num_leading[own] = leads;
+    if (expert < EXPERTS) head.ordered[before + same] = own;
+  }
+  __syncthreads();
+  if (own < pairs) {
+    int item = same / COLUMNS, leading = 0;
+    for (int other = 0; other < pairs; other++) {
+      const int leads = head.num_leading[other];
+      leading += leads;
+      item += leads && head.expert_of[other] < expert;
+    }
+    if (head.num_leading[own])
+      head.items[item] = {expert, before + same, all - same < COLUMNS ? all - same : COLUMNS};
+    if (own == 0) head.num_items = leading;
+  }
+  __syncthreads();
+}
+
+// One thread: the tiles from `first` to `end`, in pieces. It waits for nothing but room in the ring.
+__device__ __forceinline__ void copy_weights(
+    Head& head, const unsigned char* weights, const unsigned char* scales, u32 ring, int first, int end) {
+  const u64 policy = read_once_policy();
+  Place place = {0, 1};    // the first round finds the ring empty
+  for (int tile = first; tile < end; tile++) {
+    const i64 row = (i64)head.items[tile / TILES].expert * ROWS + tile % TILES * TILE_N;
+    // Of two eights of rows the second may not be there, in a tile that is no gate's and its values'.
+    const bool is_whole = HALVES == 2 || tile % TILES * TILE_N + 8 < SIZE_N;
+    for (int piece = 0; piece < PIECES; piece++) {
+      const u32 barrier = shared_address(&head.full[place.at]);
+      u32 to = ring + place.at * STAGE_BYTES;
+      barrier_wait(shared_address(&head.empty[place.at]), place.parity);
+      barrier_expect(barrier, 8 * (PIECE_BYTES + ROW_SCALES) * (is_whole ? 2 : 1));
+#pragma unroll 1
+      for (int eight = 0; eight < (is_whole ? 2 : 1); eight++) {
+        const i64 begin = row + eight * (HALVES == 2 ? SIZE_N : 8);
+        const unsigned char* from = weights + begin * ROW_BYTES + piece * PIECE_BYTES;
+        if (ROW_SCALES) copy_once(ring + place.at * STAGE_BYTES + TILE * PITCH + eight * 8 * ROW_SCALES,
+                                  scales + begin * ROW_SCALES, 8 * ROW_SCALES, barrier, policy);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          copy_once(to, from, PIECE_BYTES, barrier, policy);
+          to += PITCH;
+          from += ROW_BYTES;
+        }
+      }
+      place.advance(STAGES);
+    }
+  }
+}
+
+typedef u32 Inputs[PIECES * EACH][UNITS][WORD / 2];
+
+struct alignas(2 * WORD) Neighbours {
+  u32 words[WORD / 2];
+};
+
+// A lane's part of a row of x, as operands: of each unit the k of its word.
+__device__ __forceinline__ void load_inputs(Inputs& inputs, const Element* x, bool is_row) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < PIECES * EACH; i++) {
+    const int step = i % EACH * WARPS + warp;
+#pragma unroll
+    for (int unit = 0; unit < UNITS; unit++) {
+      Neighbours found = {};
+      if (is_row && step < STEPS)
+        found = *(const Neighbours*)(x + i / EACH * PIECE + step * STEP + unit * UNIT + lane % 4 * WORD);
+#if defined(FLOAT8)
+      for (int j = 0; j < WORD / 2; j++) inputs[i][unit][j] = found.words[j];
+#else    // nibbles j and j + 4 are a pair
+      for (int j = 0; j < 4; j++)
+        inputs[i][unit][j] = __byte_perm(found.words[j / 2], found.words[j / 2 + 2], j % 2 ? 0x7632 : 0x5410);
+#endif
+    }
+  }
+}
+
+// Adds the product of a unit: `above` and `below` are words of rows lane / 4 and 8 below.
+__device__ __forceinline__ void multiply_unit(
+    float (&sums)[2][4], u32 above, u32 below, const u32 (&inputs)[WORD / 2], u32 scale_above, u32 scale_below, int turn) {
+#if defined(FLOAT8)
+  const u32 a[4] = {elements_of_float8(above, 0), elements_of_float8(below, 0), elements_of_float8(above, 1),
+                    elements_of_float8(below, 1)};
+  multiply_add(sums[turn % 2], a, inputs[0], inputs[1]);
+#else
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#ifdef FP4
+    const u32 a[4] = {scaled_fp4(above, 2 * i, scale_above), scaled_fp4(below, 2 * i, scale_below),
+                      scaled_fp4(above, 2 * i + 1, scale_above), scaled_fp4(below, 2 * i + 1, scale_below)};
+#else
+    const u32 a[4] = {elements_of_nibbles(above, 2 * i, ZERO), elements_of_nibbles(below, 2 * i, ZERO),
+                      elements_of_nibbles(above, 2 * i + 1, ZERO), elements_of_nibbles(below, 2 * i + 1, ZERO)};
+#endif
+    multiply_add(sums[i], a, inputs[2 * i], inputs[2 * i + 1]);
+  }
+#endif
+}
+
+#ifndef FP4
+
+__device__ __forceinline__ float scale_at(const unsigned char* scales, i64 index) {
+#if SCALE_BYTES == 4
+  return ((const float*)scales)[index];
+#else
+  return widened(((const Element*)scales)[index]);
+#endif
+}
+
+#ifdef GROUP
+
+typedef float GroupScales[EACH][2];
+
+// The scales of a warp's steps of a piece: of rows lane / 4, and 8 below.
+__device__ __forceinline__ void load_scales(
+    GroupScales& made, const unsigned char* scales, i64 row_above, i64 row_below, int piece) {
+  constexpr int GROUPS = SIZE_K / GROUP;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int step = i * WARPS + threadIdx.x / 32;
+    if ((i + 1) * WARPS > STEPS && step >= STEPS) break;
+    const int group = (piece * PIECE + step * STEP) / GROUP;
+    made[i][0] = scale_at(scales, row_above / SCALED_ROWS * GROUPS + group);
+    made[i][1] = scale_at(scales, row_below / SCALED_ROWS * GROUPS + group);
+  }
+}
+
+#endif
+#endif
+
+// A warp's part of a tile's product with a piece of x: of each STEP, whose turn it is. `rows` is where the lane points
+// ldmatrix to, `scales` where those of its first word are.
+__device__ __forceinline__ void multiply_piece(
+    float (&sums)[2][4], const Inputs& inputs, int piece, u32 rows, const unsigned char* scales
+#if !defined(FP4) && defined(GROUP)
+    , const GroupScales& group_scales
+#endif
+) {
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    if ((i + 1) * WARPS > STEPS && i * WARPS + threadIdx.x / 32 >= STEPS) break;
+#if !defined(FP4) && defined(GROUP)
+    float part[2][4] = {};
+#else
+    float(&part)[2][4] = sums;
+#endif
+#pragma unroll
+    for (int unit = 0; unit < UNITS; unit++) {
+      u32 words[2], above = 0, below = 0;
+      load_two_matrices(words, rows + (i * WARPS * UNITS + unit) * 16);
+#ifdef FP4
+      constexpr int SKIPPED = WARPS * STEP / GROUP;
+      const int at = piece * (PIECE / GROUP) + i * SKIPPED + unit * (UNIT / GROUP);
+      const u32 byte_above = scales[at], byte_below = scales[at + 8 * ROW_SCALES];
+#ifdef FLOAT8_SCALES
+      above = fp4_scale_of_float8(byte_above, 0), below = fp4_scale_of_float8(byte_below, 0);
+#else
+      above = fp4_scale_of_power(byte_above, 0), below = fp4_scale_of_power(byte_below, 0);
+#endif
+#endif
+      multiply_unit(part, words[0], words[1], inputs[piece * EACH + i][unit], above, below, unit);
+    }
+#if !defined(FP4) && defined(GROUP)
+#pragma unroll
+    for (int j = 0; j < 4; j++) sums[0][j] += (part[0][j] + part[1][j]) * group_scales[i][j / 2];
+#endif
+  }
+}
+
+// The tiles from `first` to `end`: a warp's part of all sums.
+__device__ __forceinline__ void multiply(
+    Head& head, const Element* x, const unsigned char* scales, const unsigned char* memory, u32 ring, int first, int end) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 own_rows = ring + lane % 16 * PITCH + warp * UNITS * 16;
+  const unsigned char* own_scales = memory + TILE * PITCH + lane / 4 * ROW_SCALES;
+#ifdef FP4
+  own_scales += warp * (STEP / GROUP) + lane % 4 * WORD / GROUP;
+#endif
+  Inputs inputs;
+  int item = -1;
+  Place place = {0, 0}, buffer = {0, 1};
+  for (int tile = first; tile < end; tile++) {
+    if (tile / TILES != item) {
+      item = tile / TILES;
+      const bool is_row = lane / 4 < head.items[item].count;
+      const int pair = is_row ? head.ordered[head.items[item].first + lane / 4] : 0;
+#ifdef OF_TOKENS
+      load_inputs(inputs, x + (i64)(pair / TOP_K) * SIZE_K, is_row);
+#else
+      load_inputs(inputs, x + (i64)pair * SIZE_K, is_row);
+#endif
+    }
+    float sums[2][4] = {};
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+#if !defined(FP4) && defined(GROUP)
+      const i64 row = tile % TILES * TILE_N + lane / 4, below = row + (HALVES == 2 ? SIZE_N : 8);
+      const i64 begin = (i64)head.items[item].expert * ((ROWS + SCALED_ROWS - 1) / SCALED_ROWS) * (SIZE_K / GROUP);
+      GroupScales group_scales;
+      load_scales(group_scales, scales + begin * SCALE_BYTES, row, below < ROWS ? below : row, piece);
+#endif
+      barrier_wait(shared_address(&head.full[place.at]), place.parity);
+      multiply_piece(sums, inputs, piece, own_rows + place.at * STAGE_BYTES, own_scales + place.at * STAGE_BYTES
+#if !defined(FP4) && defined(GROUP)
+                     , group_scales
+#endif
+      );
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&head.empty[place.at]));
+      place.advance(STAGES);
+    }
+    barrier_wait(shared_address(&head.added[buffer.at]), buffer.parity);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      head.sums[buffer.at][warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[0][j] + sums[1][j];
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&head.summed[buffer.at]));
+    buffer.advance(BUFFERS);
+  }
+}
+
+// What a sum is multiplied with: scales of the row that is the `row`th of all experts', for which no k counts.
+__device__ __forceinline__ float factor_of(const unsigned char* scales, const float* whole, i64 expert, int row) {
+  float factor = 1.0f;
+#ifdef FP4
+  factor = FP4_SUMS;
+#elif !defined(GROUP)
+  factor = scale_at(scales, expert * ((ROWS + SCALED_ROWS - 1) / SCALED_ROWS) + row / SCALED_ROWS);
+#endif
+#ifdef WHOLE
+  const float all = whole[WHOLE == 1 ? expert : expert * ROWS + row];
+#ifdef DIVIDED
+  factor = factor / all;
+#else
+  factor *= all;
+#endif
+#endif
+  return factor;
+}
+
+__device__ __forceinline__ Result result_of(float value) {
+#ifdef WIDE
+  return value;
+#else
+  return rounded(value);
+#endif
+}
+
+// The tiles from `first` to `end`: adds up the warps' sums, and writes what is made of them.
+__device__ __forceinline__ void add_up(
+    Head& head, Result* y, const unsigned char* scales, const float* whole, const Element* bias, int first, int end) {
+  const int own = threadIdx.x - 32 * FIRST_ADDING_WARP, row = own / COLUMNS, column = own % COLUMNS;
+  Place buffer = {0, 0};
+  for (int tile = first; tile < end; tile++) {
+    const Item item = head.items[tile / TILES];
+    const int n = tile % TILES * TILE_N + row, second = n + (HALVES == 2 ? SIZE_N : 8);
+    const bool is_there = column < item.count, has_second = is_there && second < ROWS;
+    float biases[2] = {}, factors[2] = {}, values[2];
+    if (is_there) factors[0] = factor_of(scales, whole, item.expert, n);
+    if (has_second) factors[1] = factor_of(scales, whole, item.expert, second);
+#ifdef BIAS
+    if (is_there) biases[0] = widened(bias[(i64)item.expert * ROWS + n]);
+    if (has_second) biases[1] = widened(bias[(i64)item.expert * ROWS + second]);
+#endif
+    barrier_wait(shared_address(&head.summed[buffer.at]), buffer.parity);
+    for (int half = 0; half < 2; half++) {
+      float sum = 0.0f;
+      if (is_there)
+#pragma unroll
+        for (int warp = 0; warp < WARPS; warp++) sum += head.sums[buffer.at][warp][row + 8 * half][column];
+      values[half] = sum * factors[half] + biases[half];
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&head.added[buffer.at]));
+    buffer.advance(BUFFERS);
+    if (!is_there) continue;
+    Result* to = y + (i64)head.ordered[item.first + column] * SIZE_N;
+#ifdef GATED
+    to[n] = result_of(activated(values[0], values[1]));
+#else
+    to[n] = result_of(activated(values[0], 0.0f));
+    if (has_second) to[second] = result_of(activated(values[1], 0.0f));
+#endif
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_experts(
+    Result* y, const Element* x, const unsigned char* weights, const unsigned char* scales, const float* whole,
+    const Element* bias, const i64* ids, i64 ids_token_stride, i64 ids_stride, i64 num_pairs) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Head& head = *(Head*)memory;
+#ifdef IDS_ARE_NEW
+  wait_for_kernel_in_front();
+#endif
+  let_next_kernel_start();
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp == COPYING_WARP) {
+    if (lane < STAGES) {
+      barrier_init(shared_address(&head.full[lane]), 1);
+      barrier_init(shared_address(&head.empty[lane]), WARPS);
+    }
+    if (lane < BUFFERS) {
+      barrier_init(shared_address(&head.summed[lane]), WARPS);
+      barrier_init(shared_address(&head.added[lane]), ADDING_WARPS);
+    }
+    barrier_init_fence();
+  }
+  put_into_order(head, ids, ids_token_stride, ids_stride, (int)num_pairs);
+  const i64 tiles = (i64)head.num_items * TILES;
+  const int first = (int)(tiles * blockIdx.x / gridDim.x), end = (int)(tiles * (blockIdx.x + 1) / gridDim.x);
+  const u32 ring = shared_address(memory + sizeof(Head));
+  if (warp == COPYING_WARP) {
+    if (elected()) copy_weights(head, weights, scales, ring, first, end);
+    return;
+  }
+#ifndef IDS_ARE_NEW
+  wait_for_kernel_in_front();
+#endif
+  if (warp < WARPS)
+    multiply(head, x, scales, memory + sizeof(Head), ring, first, end);
+  else
+    add_up(head, y, scales, whole, bias, first, end);
+}

@@ -1,0 +1,296 @@
+// Runs kernels/quantised_experts/stream.cu on a CPU: a fiber for each thread of a block, one block after the other.
+//
+// "few_bits.inc" and "experts.inc" are the sources without the functions that are PTX, which are written here and in
+// halves_on_cpu.h in C++. What they are given is checked (alignment, room in shared memory, arrivals at barriers), and
+// weights, scales and x end in front of a page that may not be read; shared memory and results are NaN before.
+// Arguments: tokens, how ids are drawn (0 at random, 1 some of no expert, 2 one expert for all, 3 no expert for all),
+// blocks. Prints the largest error relative to 1 + |expected|, and a checksum of the first pair's row.
+
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "fibers.h"
+#include "halves_on_cpu.h"
+
+#define __global__
+#define __launch_bounds__(...)
+#define CHECK(what) \
+  ((what) ? (void)0 : (printf("line %d: %s does not hold\n", __LINE__, #what), fflush(stdout), _Exit(1)))
+
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Index { unsigned x; };
+#define threadIdx (Index{(unsigned)fibers::running})
+static Index blockIdx, gridDim;
+alignas(128) static unsigned char shared[256 << 10];    // dynamic shared memory; addresses count from here
+static u32 shared_bytes;
+static fibers::Meeting of_block, of_warp[19];
+
+static u32 warp_of() { return threadIdx.x / 32; }
+static u32 lane_of() { return threadIdx.x % 32; }
+inline void __syncthreads() { of_block.arrive_and_wait(); }
+inline void __syncwarp() { of_warp[warp_of()].arrive_and_wait(); }
+inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
+inline float __expf(float a) { return expf(a); }
+inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
+
+struct Barrier { int count, pending; i64 bytes; u32 phase; };
+static std::map<u32, Barrier> barriers;
+
+inline void barrier_init(u32 barrier, u32 count) {
+  CHECK(barrier % 8 == 0 && barrier + 8 <= shared_bytes);
+  barriers[barrier] = {(int)count, (int)count, 0, 0};
+}
+inline void barrier_init_fence() {}
+static void change(u32 barrier, int arrivals, i64 bytes) {
+  Barrier& found = barriers.at(barrier);
+  CHECK(found.pending >= arrivals);
+  found.pending -= arrivals;
+  found.bytes += bytes;
+  CHECK(found.bytes >= 0);
+  if (found.pending == 0 && found.bytes == 0) {
+    found.phase ^= 1;
+    found.pending = found.count;
+  }
+}
+inline void barrier_arrive(u32 barrier) { change(barrier, 1, 0); }
+inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
+inline void barrier_wait(u32 barrier, u32 parity) {
+  while (barriers.at(barrier).phase == parity) fibers::let_others_run();
+}
+
+inline bool elected() { return lane_of() == 0; }
+inline u64 read_once_policy() { return 0; }
+inline void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64) {
+  CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
+  memcpy(shared + to, from, bytes);
+  change(barrier, 0, -(i64)bytes);
+}
+
+static u32 addresses[19][32], given_a[19][32][4], given_b[19][32][2];
+inline void load_two_matrices(u32 (&to)[2], u32 from) {
+  CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
+  addresses[warp_of()][lane_of()] = from;
+  __syncwarp();
+  for (int i = 0; i < 2; i++)
+    memcpy(&to[i], shared + addresses[warp_of()][8 * i + lane_of() / 4] + lane_of() % 4 * 4, 4);
+  __syncwarp();
+}
+inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const u32 warp = warp_of(), lane = lane_of(), b[2] = {b0, b1};
+  memcpy(given_a[warp][lane], a, sizeof a);
+  memcpy(given_b[warp][lane], b, sizeof b);
+  __syncwarp();
+  for (int j = 0; j < 4; j++) {
+    const int row = lane / 4 + j / 2 * 8, column = lane % 4 * 2 + j % 2;
+    for (int k = 0; k < 16; k++) {    // a pair of neighbouring k is a register
+      const u32 from_a = given_a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
+      const u32 from_b = given_b[warp][column * 4 + k % 8 / 2][k / 8] >> k % 2 * 16;
+      sums[j] += widened(from_a) * widened(from_b);
+    }
+  }
+  __syncwarp();
+}
+
+static int num_waiting;
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_in_front() { num_waiting++; }
+
+#include "few_bits.inc"
+
+#include "experts.inc"
+
+static std::mt19937 generator(1);
+
+// Memory that begins at a multiple of 16 bytes and ends where it may not be read any more, or a few bytes before.
+template <typename T>
+static T* at_the_end(size_t count) {
+  const size_t page = 4096, bytes = (count * sizeof(T) + 15) / 16 * 16, pages = (bytes + page - 1) / page * page;
+  char* begin = (char*)mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(begin != MAP_FAILED && mprotect(begin + pages, page, PROT_NONE) == 0);
+  return (T*)(begin + pages - bytes);
+}
+
+static Element* drawn(size_t count, float scale) {
+  Element* made = at_the_end<Element>(count);
+  std::normal_distribution<float> normal;
+  for (size_t i = 0; i < count; i++) made[i] = rounded(normal(generator) * scale);
+  return made;
+}
+
+static unsigned char* drawn_bytes(size_t count, int least, int most, int but = -1) {
+  unsigned char* made = at_the_end<unsigned char>(count);
+  std::uniform_int_distribution<int> uniform(least, most);
+  for (size_t i = 0; i < count; i++)
+    do made[i] = uniform(generator);
+    while (but >= 0 && (made[i] & 127) == but);
+  return made;
+}
+
+static float* drawn_scales(size_t count, float size) {
+  float* made = at_the_end<float>(count);
+  std::uniform_real_distribution<float> uniform(0.5f * size, 1.5f * size);
+  for (size_t i = 0; i < count; i++) made[i] = uniform(generator);
+  return made;
+}
+
+static std::vector<i64> drawn_ids(int tokens, int how) {
+  std::vector<i64> ids(tokens * TOP_K);
+  for (auto& id : ids) {
+    id = how == 2 ? 1 : how == 3 ? -1 : generator() / 64 % EXPERTS;
+    if (how == 1 && generator() / 64 % 3 == 0) id = generator() / 64 % 2 ? -1 : EXPERTS + 5;
+  }
+  ids[0] = how == 3 ? -1 : 1;    // the same for the first pair's row in all
+  return ids;
+}
+
+int main(int, char** given) {
+  const int tokens = atoi(given[1]), how = atoi(given[2]), pairs = tokens * TOP_K;
+  gridDim.x = atoi(given[3]);
+  shared_bytes = sizeof(Head) + STAGES * STAGE_BYTES;
+  CHECK(shared_bytes <= 227 << 10);
+  const size_t rows = (size_t)EXPERTS * ROWS;
+  const float size = 1 / sqrtf(SIZE_K);
+#ifdef FLOAT8
+  const unsigned char* weights = drawn_bytes(rows * ROW_BYTES, 0, 255, 127);
+#else
+  const unsigned char* weights = drawn_bytes(rows * ROW_BYTES, 0, 255);
+#endif
+#if defined(FP4)
+  constexpr int groups = SIZE_K / GROUP, shared_rows = 1;
+#ifdef FLOAT8_SCALES
+  const unsigned char* scales = drawn_bytes(rows * groups, 0, 40);    // with the smallest
+#else
+  const unsigned char* scales = drawn_bytes(rows * groups, 118, 123);
+#endif
+  const auto scale_of = [&](size_t at) {
+#ifdef FLOAT8_SCALES
+    return of_float8(scales[at]);
+#else
+    return ldexpf(1, scales[at] - 127);
+#endif
+  };
+#else
+  constexpr int shared_rows = SCALED_ROWS;
+#ifdef GROUP
+  constexpr int groups = SIZE_K / GROUP;
+#else
+  constexpr int groups = 1;
+#endif
+  const size_t count = (size_t)EXPERTS * ((ROWS + shared_rows - 1) / shared_rows) * groups;
+#if SCALE_BYTES == 4
+  const float* scales = drawn_scales(count, size / (BITS == 8 ? 120 : 4));
+  const auto scale_of = [&](size_t at) { return scales[at]; };
+#else
+  const Element* scales = drawn(count, size / 4);
+  const auto scale_of = [&](size_t at) { return widened(scales[at]); };
+#endif
+#endif
+  const float* whole = drawn_scales(rows, 1);
+  const Element* bias = drawn(rows, 1);
+  generator.seed(2);    // the first row of x is the same, however many there are
+#ifdef OF_TOKENS
+  const Element* x = drawn((size_t)tokens * SIZE_K, 1);
+#else
+  const Element* x = drawn((size_t)pairs * SIZE_K, 1);
+#endif
+  generator.seed(tokens);
+  const std::vector<i64> ids = drawn_ids(tokens, how);
+  const size_t beyond = 64, results = (size_t)pairs * SIZE_N;
+  std::vector<Result> y(results + beyond);
+  memset((void*)y.data(), 0x7f, y.size() * sizeof(Result));
+  const std::vector<Result> before = y;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
+    memset(shared, 0xff, sizeof shared);
+    barriers.clear();
+    num_waiting = 0;
+    of_block = fibers::Meeting(THREADS);
+    for (auto& each : of_warp) each = fibers::Meeting(32);
+    for (unsigned i = 0; i < THREADS; i++)
+      fibers::add([&] {
+        stream_experts(y.data(), x, weights, (const unsigned char*)scales, whole, bias, ids.data(), TOP_K, 1, pairs);
+      });
+    fibers::run();
+#ifdef IDS_ARE_NEW
+    CHECK(num_waiting == THREADS);
+#else
+    CHECK(num_waiting == THREADS - 32);    // all but the warp that asks for weights
+#endif
+  }
+
+  const auto product = [&](int pair, int expert, int row) {
+    double sum = 0;
+    for (int k = 0; k < SIZE_K; k++) {
+      const size_t at = ((size_t)expert * ROWS + row) * SIZE_K + k;
+      const int nibble = weights[at * BITS / 8] >> (BITS == 4 ? at % 2 * 4 : 0) & 15;
+#if defined(FP4)
+      const float value = of_fp4(nibble);
+#elif defined(PACKED4)
+      const float value = nibble - ZERO;
+#else
+      const float value = of_float8(weights[at]);
+      (void)nibble;
+#endif
+      const int of_expert = (ROWS + shared_rows - 1) / shared_rows;
+      const float scale = scale_of(((size_t)expert * of_expert + row / shared_rows) * groups + k / (SIZE_K / groups));
+#ifdef OF_TOKENS
+      sum += (double)widened(x[(size_t)(pair / TOP_K) * SIZE_K + k]) * value * scale;
+#else
+      sum += (double)widened(x[(size_t)pair * SIZE_K + k]) * value * scale;
+#endif
+    }
+#ifdef WHOLE
+    const float all = whole[WHOLE == 1 ? expert : expert * ROWS + row];
+#ifdef DIVIDED
+    sum /= all;
+#else
+    sum *= all;
+#endif
+#endif
+#ifdef BIAS
+    sum += widened(bias[(size_t)expert * ROWS + row]);
+#endif
+    return (float)sum;
+  };
+  double largest = 0;
+  u64 checksum = 0;
+  for (int pair = 0; pair < pairs; pair++)
+    for (int n = 0; n < SIZE_N; n++) {
+      const Result& found = y[(size_t)pair * SIZE_N + n];
+      if (ids[pair] < 0 || ids[pair] >= EXPERTS) {
+        CHECK(memcmp(&found, &before[0], sizeof found) == 0);
+        continue;
+      }
+      const int expert = (int)ids[pair];
+      float value = product(pair, expert, n), second = HALVES == 2 ? product(pair, expert, SIZE_N + n) : 0;
+#ifdef LIMIT
+      value = fminf(value, LIMIT), second = fmaxf(fminf(second, LIMIT), -(float)LIMIT);
+#endif
+#ifdef ACTIVATION
+      value = ACTIVATION(value, (float)ALPHA);
+#endif
+#ifdef GATED
+      value *= second + (float)OFFSET;
+#endif
+#ifdef WIDE
+      const float number = found;
+#else
+      const float number = widened(found);
+#endif
+      const double error = fabs(number - value) / (1 + fabs(value));
+      largest = std::isnan(error) ? INFINITY : std::max(largest, error);
+      u32 bits = 0;
+      memcpy(&bits, &found, sizeof found);
+      if (pair == 0) checksum = checksum * 1099511628211u + bits;
+    }
+  for (size_t i = 0; i < beyond; i++) CHECK(memcmp(&y[results + i], &before[0], sizeof(Result)) == 0);
+  printf("%g %llu\n", largest, checksum);
+}

@@ -1,0 +1,248 @@
+"""The weight stream over experts in few bits: which it takes, what its source computes on a CPU, and on a GPU against
+the definition."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from op_samples.draw import Draw, Sample
+from op_samples.quantised import awq, fp8, mxfp4, nvfp4, packed
+from op_samples.quantised_experts import CLAMPED, Make, experts
+
+from precast.kernels import cuda_source
+from precast.kernels.choices import fitting
+from precast.kernels.launch import as_function, use_of_tensors
+from precast.kernels.quantised_experts import streamed
+from precast.kernels.quantised_experts.quantised_experts import QUANTISED_EXPERTS
+from precast.kernels.use import Use
+
+FILE = "quantised_experts/stream.cu"
+HOPPER = (9, 0)
+BLOCK_BYTES = 227 << 10
+"""Shared memory that a block may have on Hopper."""
+MAKES: dict[str, Make] = {
+    "mxfp4": mxfp4, "nvfp4": nvfp4, "nvfp4 in rows": partial(nvfp4, rows=True),
+    "nvfp4_divided": partial(nvfp4, divided=True), "packed4": partial(packed, size=32), "packed4 of rows": packed,
+    "fp8 in blocks": partial(fp8, block=(32, 64)), "fp8 in rows": partial(fp8, block=(1, 512)),
+    "fp8 of a matrix": partial(fp8, block=(512, 512)),
+}  # fmt: skip
+each_format = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
+
+def sample_of(draw: Draw, make: Make, tokens: int = 3, width: int = 192, inner: int = 320, **more: Any) -> Sample:
+    """A call in bfloat16, of experts as GPT-OSS has them."""
+    return {**experts(draw, make, tokens, 2, 3, width, inner, **{"bias": True, **more}), **CLAMPED}
+
+
+def use_of(sample: Sample) -> Use:
+    """Of a step that makes the rows and what the router gives."""
+    use = use_of_tensors("precast.quantised_experts", 1, sample)
+    made = ("x", "expert_ids", "expert_weights")
+    operands = {name: each._replace(is_activation=name in made) for name, each in use.operands.items()}
+    return use._replace(operands=operands, target=use.target._replace(device="cuda", capability=HOPPER))
+
+
+def is_taken(sample: Sample, tokens: int = 3) -> bool:
+    return any(record is streamed.RECORD for record in fitting(use_of(sample), {"T": tokens}))
+
+
+CPU = Draw(torch.bfloat16, torch.device("cpu"))
+
+
+@each_format
+def test_it_takes(make: Make) -> None:
+    sample = sample_of(CPU, make)
+
+    assert [tokens for tokens in (0, 1, 2, 8, 9) if is_taken(sample, tokens)] == [1, 2, 8]
+
+
+def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
+    refused = {
+        "points": sample_of(CPU, partial(packed, size=32, zeros=True)),
+        "groups of 16": sample_of(CPU, partial(packed, size=16)),
+        "words along outputs": sample_of(CPU, partial(awq, size=32)),
+        "an odd number of scales in a row": sample_of(CPU, mxfp4, width=160),
+        "rows that are no multiple of 16 bytes": sample_of(CPU, partial(fp8, block=(1, 512)), width=200),
+        "rows that are rounded": {**sample_of(CPU, partial(fp8, block=(1, 512))), "rounding": "fp8_token"},
+        "float32": sample_of(Draw(torch.float32, torch.device("cpu")), mxfp4),
+        "columns": {**sample_of(CPU, mxfp4), "x": CPU.normal(192, 3).t()},
+    }  # fmt: skip
+
+    assert {name for name, sample in refused.items() if is_taken(sample)} == set()
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "scales", "size_k"),
+    [
+        (4, 32, 90, 2880),
+        (4, 16, 128, 2048),
+        (4, 128, 0, 4096),
+        (8, 128, 0, 7168),
+        (8, None, 0, 768),
+        (8, None, 0, 2048),
+    ],
+)
+def test_ways_have_four_pieces_in_shared_memory(bits: int, group: int | None, scales: int, size_k: int) -> None:
+    way = streamed.way_of(bits, group, scales, size_k)
+
+    assert way is not None
+    assert way.stages >= 4
+    assert way.shared_bytes <= BLOCK_BYTES
+    assert size_k // way.pieces % way.step == 0
+
+
+def test_rows_that_are_too_long_for_registers_are_left_to_others() -> None:
+    assert streamed.way_of(4, 32, 512, 16384) is None
+
+
+@pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
+@each_format
+def test_it_compiles_for_hopper(make: Make) -> None:
+    up, down, _ = streamed.run(use_of(sample_of(CPU, make)))
+
+    for launch in (up, down):
+        assert launch.shared_bytes <= BLOCK_BYTES
+        assert cuda_source.compiled(FILE, tuple(launch.constants.items()), HOPPER).startswith(b"\x7fELF")
+
+
+# --- its source on a CPU -----------------------------------------------------------------------------------------
+
+PTX = "// --- what PTX has and C++ has not"
+"""Where functions begin that `experts_on_cpu.cpp` has too, or `halves_on_cpu.h`; they end at the next such line."""
+
+
+def plain(source: str) -> str:
+    """Without what only a GPU's compiler understands."""
+    begin = source.index(PTX)
+    found = source[:begin] + source[source.index("// ---", begin + len(PTX)) :]
+    found = found.replace('#include "half.cuh"\n', "").replace('#include "few_bits.cuh"\n', "")
+    found = found.replace('extern "C"', "").replace("#pragma once", "")
+    return found.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
+    """Runs the kernel's source: the largest error of a variant and the checksum of the first pair's row."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile the kernel's source for this CPU")
+    folder, here = tmp_path_factory.mktemp("experts"), Path(__file__).parent
+    kernels = here.parents[1] / "kernels"
+    for name, source in (("few_bits", kernels / "few_bits.cuh"), ("experts", kernels / FILE)):
+        (folder / f"{name}.inc").write_text(plain(source.read_text(encoding="utf-8")), encoding="utf-8")
+
+    @cache
+    def built(defines: str) -> Path:
+        program = folder / f"experts{len(list(folder.iterdir()))}"
+        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-I{here}", *defines.split()]
+        subprocess.run([compiler, *flags, here / "experts_on_cpu.cpp", "-o", program], check=True)
+        return program
+
+    def execute(defines: str, tokens: int, ids: int, blocks: int) -> tuple[float, int]:
+        numbers = (tokens, ids, blocks)
+        done = subprocess.run(
+            [built(defines), *map(str, numbers)], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
+        error, checksum = done.stdout.split()
+        return float(error), int(checksum)
+
+    return execute
+
+
+ANY, SOME_OF_NONE, ONE, NONE = range(4)
+"""How ids are drawn: `experts_on_cpu.cpp` says."""
+GATED = "-DOF_TOKENS -DIDS_ARE_NEW -DGATED -DACTIVATION=silu -DALPHA=1.702 -DLIMIT=0.7 -DOFFSET=1.0"
+COMMON = "-DEXPERTS=4 -DTOP_K=2 -DBIAS"
+PACKED4, FLOAT8 = f"{COMMON} -DPACKED4 -DZERO=8", f"{COMMON} -DFLOAT8 -DSCALE_BYTES=4"
+VARIANTS = {
+    "mxfp4": f"{COMMON} -DFP4 -DGROUP=32 -DSIZE_N=40 -DSIZE_K=576 -DPIECES=1 -DSTAGES=3 -DSTEP=32 {GATED}",
+    "mxfp4 in pieces": f"{COMMON} -DFP4 -DGROUP=32 -DSIZE_N=24 -DSIZE_K=1216 -DPIECES=2 -DSTAGES=4 -DSTEP=32 -DWIDE",
+    "nvfp4": f"{COMMON} -DFP4 -DGROUP=16 -DFLOAT8_SCALES -DWHOLE=1 -DSIZE_N=24 -DSIZE_K=96 -DPIECES=1 -DSTAGES=3"
+    " -DSTEP=32 -DWIDE -DACTIVATION=relu2 -DALPHA=1.0",
+    "nvfp4, divided in rows": f"{COMMON} -DFP4 -DGROUP=16 -DFLOAT8_SCALES -DWHOLE=2 -DDIVIDED -DSIZE_N=16 -DSIZE_K=64"
+    f" -DPIECES=1 -DSTAGES=2 -DSTEP=32 {GATED}",
+    "packed4": f"{PACKED4} -DGROUP=128 -DSCALED_ROWS=1 -DSCALE_BYTES=2 -DSIZE_N=24 -DSIZE_K=1280 -DPIECES=2 -DSTAGES=3"
+    f" -DSTEP=64 {GATED}",
+    "packed4 of rows": f"{PACKED4} -DSCALED_ROWS=1 -DSCALE_BYTES=4 -DSIZE_N=24 -DSIZE_K=96 -DPIECES=1 -DSTAGES=2"
+    " -DSTEP=32 -DWIDE",
+    "fp8 in blocks": f"{FLOAT8} -DGROUP=128 -DSCALED_ROWS=32 -DSIZE_N=40 -DSIZE_K=768 -DPIECES=1 -DSTAGES=3 -DSTEP=32"
+    f" {GATED}",
+    "fp8 in rows": f"{FLOAT8} -DSCALED_ROWS=1 -DSIZE_N=40 -DSIZE_K=1312 -DPIECES=2 -DSTAGES=3 -DSTEP=16 -DWIDE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defines", VARIANTS.values(), ids=VARIANTS)
+def test_source_on_a_cpu(on_cpu: Callable[..., tuple[float, int]], defines: str) -> None:
+    """A pair's row has the same bits whatever other pairs there are, and the grid."""
+    steps = ((1, ANY, 1), (1, ANY, 3), (5, SOME_OF_NONE, 2), (8, ANY, 3), (8, ONE, 1))
+
+    found = [on_cpu(defines, *step) for step in steps]
+
+    assert max(error for error, _ in found) < (2**-16 if "WIDE" in defines else 1.1 * 2**-8)
+    assert len({checksum for _, checksum in found}) == 1
+
+
+def test_source_on_a_cpu_without_experts(on_cpu: Callable[..., tuple[float, int]]) -> None:
+    assert on_cpu(VARIANTS["mxfp4"], 3, NONE, 2) == (0.0, 0)
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> Draw:
+    """Numbers on the GPU, if it is one that the weight stream runs on."""
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip(f"needs compute capability 9.0, and this GPU has {torch.cuda.get_device_capability()}")
+    return Draw(torch.bfloat16, torch.device("cuda"))
+
+
+def on_gpu(sample: Sample) -> torch.Tensor:
+    found: torch.Tensor = as_function(streamed.RECORD)(**sample)
+    return found
+
+
+@pytest.mark.gpu
+@each_format
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_it_is_the_definition(make: Make, tokens: int, gpu: Draw, same: Callable[..., None]) -> None:
+    """With ids of no expert, and experts that two of a token's pairs go to."""
+    sample = sample_of(gpu, make, tokens)
+    sample["expert_ids"] = gpu.integers(-1, 5, tokens, 2)
+    at_home = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+
+    same(QUANTISED_EXPERTS, on_gpu(sample).cpu(), QUANTISED_EXPERTS.reference(**at_home))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (mxfp4, (2880, 2880)), (nvfp4, (2048, 768)), (partial(fp8, block=(128, 128)), (2048, 768)),
+        (partial(packed, size=128), (4096, 1536)), (partial(fp8, block=(128, 128)), (7168, 2048)),
+    ],
+    ids=["gpt-oss", "qwen3 in nvfp4", "qwen3 in fp8", "packed4", "deepseek"],
+)  # fmt: skip
+def test_it_is_the_definition_of_models(
+    make: Make, shape: tuple[int, int], gpu: Draw, same: Callable[..., None]
+) -> None:
+    sample = sample_of(gpu, make, 8, *shape)
+    at_home = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+
+    same(QUANTISED_EXPERTS, on_gpu(sample).cpu(), QUANTISED_EXPERTS.reference(**at_home))
+
+
+@pytest.mark.gpu
+def test_a_token_has_the_same_bits_among_others(gpu: Draw) -> None:
+    sample = sample_of(gpu, mxfp4, 8, 2880, 2880)
+    alone = {**sample, **{name: sample[name][5:6] for name in ("x", "expert_ids", "expert_weights")}}
+
+    assert torch.equal(on_gpu(alone)[0], on_gpu(sample)[5])
