@@ -7,7 +7,8 @@
 //   - one more warp brings the pieces of x;
 //   - eight warps multiply: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. They take
 //     turns at runs of STEP k, whatever the pieces are, each into two sums; the 16 sums are added in one order.
-//     Weights in few bits become operands in registers: the same k of w and x meet, in whatever order.
+//     Weights in few bits become operands in registers: the same k of w and x meet, in whatever order. Of four bits
+//     more are made of as many bytes, which takes sixteen warps.
 //
 // So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
 //
@@ -27,23 +28,45 @@
 // and for weights in few bits (`Stored` in stream_plan.py):
 //
 //   FLOAT8           w is float8_e4m3fn
-//   PACKED4          w has 4 bits, eight neighbours in an int32, the first in the lowest; OFFSET=n is subtracted
+//   INT8             w is int8
+//   PACKED4, PACKED8 w has 4 or 8 bits, neighbours in an int32, the first in the lowest; OFFSET=n is subtracted
+//   POINTS           so is points[outputs / 8 or 4, groups], of neighbours along outputs, packed as w is
+//   MXFP4            w is FP4, two in a byte, with scales of E8M0 for each 32
+//   NVFP4            w is FP4 with scales of float8_e4m3fn for each 16, and whole[1], or of rows with WHOLE_ROWS, of
+//                    WHOLE_BYTES (as SCALE_BYTES), which multiplies the sums, or DIVIDES them
 //   X_FLOAT8         x is float8_e4m3fn, as w is, and has scales; X_SCALES=n: n apart from row to row, 1 or 0
 //   STEP=n           the run of k, 128 if there is no other reason
 //   GROUP=n          n neighbours in a row of w, a multiple of STEP, have a scale, scales[outputs / SCALED_ROWS, groups];
-//                    so have those of x, if it is float8. Without it a row has one, or SCALED_ROWS rows together
+//                    so have those of x, if it is float8. Without it a row has one, or SCALED_ROWS rows together. Of
+//                    four bits n may be a part of STEP, and a multiple of 32, but for NVFP4's 16
 //   SCALED_ROWS=n    so many rows of w have the same scales: 1, or with GROUP a multiple of 16
-//   SCALE_BYTES=n    of a scale of w: 4 for float32; 2, of the type of y
+//   SCALE_BYTES=n    of a scale of w: 4 for float32; 2, of the type of y; 1 in FP4
 //
 // inputs must be a multiple of STEP, w aligned to 16 bytes, and so each row of scales with GROUP; x may have any strides,
 // and lies best in rows aligned to 16 bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out,
 // the pieces, what shared memory has.
 
 #include "half.cuh"
+#include "few_bits.cuh"
+
+#if defined(FLOAT8) || defined(INT8) || defined(PACKED8)
+#define IN_FEW_BITS
+constexpr int BITS = 8;               // of a weight
+#elif defined(PACKED4) || defined(MXFP4) || defined(NVFP4)
+#define IN_FEW_BITS
+#define IN_FOUR_BITS
+constexpr int BITS = 4;
+#if !defined(PACKED4)
+#define IN_FP4
+#endif
+#else
+constexpr int BITS = 16;
+#endif
 
 constexpr int TILE = 16;              // rows of w in a tile
 constexpr int ROWS = 8;               // rows of x at most
-constexpr int WARPS = 8;              // that multiply
+constexpr int WARPS = BITS == 4 ? 16 : 8;       // that multiply
+constexpr int BUFFERS = BITS == 4 ? 2 : 1;      // tiles whose sums are in shared memory: of two, warps wait once a tile
 #ifndef STEP
 #define STEP 32                       // k that a warp takes at a time
 #endif
@@ -54,15 +77,6 @@ constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the ring
 constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
 constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
 
-#if defined(FLOAT8)
-#define IN_FEW_BITS
-constexpr int BITS = 8;               // of a weight
-#elif defined(PACKED4)
-#define IN_FEW_BITS
-constexpr int BITS = 4;
-#else
-constexpr int BITS = 16;
-#endif
 #ifdef X_FLOAT8
 typedef unsigned char Input;          // an element of x
 #else
@@ -72,13 +86,18 @@ typedef Element Input;
 constexpr int X_PAD = sizeof(Input) * 128 / BITS;
 #ifdef GROUP
 constexpr int SCALE_ROWS = SCALED_ROWS == 1 ? TILE : 1;    // rows of scales of a tile
+#ifdef POINTS
+constexpr int POINT_ROWS = TILE * BITS / 32;               // and of words of points
+#else
+constexpr int POINT_ROWS = 0;
+#endif
 #endif
 
 #ifndef PASS
 #define PASS 1
 #endif
 #ifndef UNROLL
-#define UNROLL 4
+#define UNROLL (BITS == 4 ? 1 : 4)    // with sixteen warps there are few registers, and others to wait for
 #endif
 
 #ifdef GATE
@@ -136,7 +155,11 @@ __device__ __forceinline__ void store_shared(u32 to, unsigned char value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"((u32)value) : "memory");
 }
 
-// Two or four neighbouring words.
+// Neighbouring words.
+__device__ __forceinline__ void load_words(u32 (&to)[1], u32 from) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from) : "memory");
+}
+
 __device__ __forceinline__ void load_words(u32 (&to)[2], u32 from) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
 }
@@ -146,38 +169,12 @@ __device__ __forceinline__ void load_words(u32 (&to)[4], u32 from) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
-// The lower halves of two words, or the upper.
-__device__ __forceinline__ u32 lower_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
-__device__ __forceinline__ u32 upper_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
-
-// Two float8_e4m3fn, from a word's lower or upper half, as float16; and as elements.
-__device__ __forceinline__ u32 float16_of_float8(u32 word, int half) {
-  u32 pair;
-  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(pair) : "r"(half ? word >> 16 : word));
-  return pair;
+__device__ __forceinline__ void store_words(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-__device__ __forceinline__ u32 elements_of_float8(u32 word, int half) {
-  u32 pair = float16_of_float8(word, half);
-#ifndef FLOAT16
-  asm("{ .reg .b16 lo, hi; .reg .f32 a, b; mov.b32 {lo, hi}, %0; cvt.f32.f16 a, lo; cvt.f32.f16 b, hi;"
-      " cvt.rn.bf16x2.f32 %0, b, a; }" : "+r"(pair));
-#endif
-  return pair;
-}
-
-// Elements of four bits, nibbles i and i + 4 of a word, without `offset`.
-__device__ __forceinline__ u32 elements_of_nibbles(u32 word, int i, int offset) {
-  u32 pair;
-#ifdef FLOAT16    // 1024 + n is 0x6400 | n
-  const u32 both = ((word >> 4 * i) & 0x000f000f) | 0x64006400, less = (0x6400 + offset) * 0x10001u;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(both), "r"(less));
-#else    // 128 + n is 0x4300 | n
-  const u32 both = ((word >> 4 * i) & 0x000f000f) | 0x43004300, less = (0x4300 + offset) * 0x10001u;
-  asm("sub.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(both), "r"(less));
-#endif
-  return pair;
-}
+// What the thread has written to shared memory comes before copies that overwrite it.
+__device__ __forceinline__ void fence_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // As multiply_add, of float16, whatever the elements are.
 __device__ __forceinline__ void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -241,10 +238,17 @@ struct Place {
   }
 };
 
+#ifdef GROUP
+// Of a tile, and its points after them.
+__device__ __forceinline__ int bytes_of_scales(int groups) {
+  return groups * (SCALE_ROWS * SCALE_BYTES + POINT_ROWS * 4);
+}
+#endif
+
 // One thread: the pieces of w, in the order in which they are multiplied. It waits for nothing but room in the ring.
 __device__ __forceinline__ void produce_weights(
-    const Plan& plan, const unsigned char* w, const unsigned char* scales, int columns, int inputs, u32 ring,
-    u32 scale_slots, u32 full, u32 empty) {
+    const Plan& plan, const unsigned char* w, const unsigned char* scales, const u32* points, int columns, int inputs,
+    u32 ring, u32 scale_slots, u32 full, u32 empty) {
   const u64 policy = read_once_policy();
   const int row_bytes = inputs / 8 * BITS, piece_bytes = plan.piece / 8 * BITS;
   Place place = {0, 1};    // the first round finds the ring empty
@@ -256,11 +260,17 @@ __device__ __forceinline__ void produce_weights(
         u32 to = ring + place.at * TILE * plan.pitch;
         barrier_wait(empty + place.at * 8, place.parity);
 #ifdef GROUP    // all of a tile's scales come with its first piece
-        const u32 of_row = inputs / GROUP * SCALE_BYTES, scale_bytes = of_row * min(SCALE_ROWS, present);
-        barrier_expect(barrier, bytes * present + (index == 0 ? scale_bytes : 0));
-        if (index == 0)
-          copy(scale_slots + (tile - plan.first) % plan.scale_slots * SCALE_ROWS * of_row,
-               scales + (i64)(column / SCALED_ROWS) * of_row, scale_bytes, barrier);
+        const int groups = inputs / GROUP, point_rows = min(POINT_ROWS, (present * BITS + 31) / 32);
+        const u32 scale_bytes = groups * min(SCALE_ROWS, present) * SCALE_BYTES, point_bytes = groups * point_rows * 4;
+        barrier_expect(barrier, bytes * present + (index == 0 ? scale_bytes + point_bytes : 0));
+        if (index == 0) {
+          const u32 slot = scale_slots + (tile - plan.first) % plan.scale_slots * bytes_of_scales(groups);
+          copy(slot, scales + (i64)(column / SCALED_ROWS) * groups * SCALE_BYTES, scale_bytes, barrier);
+#ifdef POINTS
+          const u32* from = points + (i64)column * BITS / 32 * groups;
+          copy(slot + SCALE_ROWS * groups * SCALE_BYTES, from, point_bytes, barrier);
+#endif
+        }
 #else
         barrier_expect(barrier, bytes * present * HALVES);
 #endif
@@ -336,46 +346,80 @@ struct GroupScales {
 
 #ifdef IN_FEW_BITS
 
-// The product of a STEP. A lane has words of w of rows lane / 4 and 8 below, and of x the k of these words in a row: so
-// which k an mma takes for which is not what its layout says, but the same for both.
-__device__ __forceinline__ void multiply_step(float (&sums)[2][4], u32 w_rows, u32 x_rows) {
-  constexpr int WORD = 32 / BITS, LOADED = 8 * WORD;    // k of a word, and of a row in what ldmatrix brings
-#pragma unroll
-  for (int k = 0; k < STEP; k += LOADED) {
-    u32 words[4];
-    load_matrices(words, w_rows + k / 8 * BITS);
-#ifdef X_FLOAT8
-    u32 x[4];
-    if (k % (2 * LOADED) == 0) load_matrices(x, x_rows + k);
-#endif
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const u32 above = words[2 * half], below = words[2 * half + 1];
-#if defined(X_FLOAT8)
-      const u32 word = x[k / LOADED % 2 * 2 + half];
-      const u32 a[4] = {float16_of_float8(above, 0), float16_of_float8(below, 0), float16_of_float8(above, 1),
-                        float16_of_float8(below, 1)};
-      multiply_add_float16(sums[half], a, float16_of_float8(word, 0), float16_of_float8(word, 1));
-#elif defined(FLOAT8)
-      u32 b[2];
-      load_words(b, x_rows + (k + half * 4 * WORD) * sizeof(Input));
-      const u32 a[4] = {elements_of_float8(above, 0), elements_of_float8(below, 0), elements_of_float8(above, 1),
-                        elements_of_float8(below, 1)};
-      multiply_add(sums[half], a, b[0], b[1]);
+// Whether sums of steps need no more than to be added, where values have two sums for all of them.
+#if defined(IN_FOUR_BITS) || defined(GROUP)
+constexpr bool ARE_WHOLE = false;
 #else
-      u32 b[4];
-      load_words(b, x_rows + (k + half * 4 * WORD) * sizeof(Input));
-      const u32 first[4] = {elements_of_nibbles(above, 0, OFFSET), elements_of_nibbles(below, 0, OFFSET),
-                            elements_of_nibbles(above, 1, OFFSET), elements_of_nibbles(below, 1, OFFSET)};
-      multiply_add(sums[0], first, lower_halves(b[0], b[2]), upper_halves(b[0], b[2]));
-      const u32 second[4] = {elements_of_nibbles(above, 2, OFFSET), elements_of_nibbles(below, 2, OFFSET),
-                             elements_of_nibbles(above, 3, OFFSET), elements_of_nibbles(below, 3, OFFSET)};
-      multiply_add(sums[1], second, lower_halves(b[1], b[3]), upper_halves(b[1], b[3]));
+constexpr bool ARE_WHOLE = true;
 #endif
-    }
+constexpr int WORD = 32 / BITS, LOADED = 8 * WORD;    // k of a word, and of a row in what ldmatrix brings
+
+// k whose products are summed before they are scaled.
+#if defined(GROUP) && !defined(NVFP4)
+constexpr int SUMMED = GROUP < STEP ? GROUP : STEP;
+static_assert(GROUP % SUMMED == 0 && STEP % SUMMED == 0 && SUMMED % (LOADED / 2) == 0, "whole groups, or a part");
+#else
+constexpr int SUMMED = STEP;
+#endif
+
+// What values are too large by, of all rows: the sum of x times it is subtracted from sums, and so are points.
+#if defined(PACKED4) && !defined(FLOAT16)
+constexpr int LESS = NIBBLES_FROM + OFFSET;
+#elif defined(PACKED8)
+constexpr int LESS = OFFSET - 128;
+#else
+constexpr int LESS = 0;
+#endif
+#ifdef POINTS
+constexpr bool SUBTRACTS = true;
+#else
+constexpr bool SUBTRACTS = LESS != 0;
+#endif
+
+// Two values of a word, as few_bits.cuh pairs them; those of NVFP4 times their scale.
+__device__ __forceinline__ u32 values_of(u32 word, int i, u32 scale) {
+#if defined(FLOAT8)
+  return elements_of_float8(word, i);
+#elif defined(INT8)
+  return elements_of_bytes<true>(word, i);
+#elif defined(PACKED8)
+  return elements_of_bytes<false>(word, i);
+#elif defined(MXFP4)
+  return elements_of_fp4(word, i);
+#elif defined(NVFP4)
+  return scaled_fp4(word, i, scale);
+#elif defined(FLOAT16)
+  return elements_of_nibbles(word, i, OFFSET);    // sums of what is 1024 too large would lose digits of float16
+#else
+  return raised_nibbles(word, i);
+#endif
+}
+
+// A lane has words of w of rows lane / 4 and 8 below, and of x the k of these words in a row: so which k an mma takes
+// for which is not what its layout says, but the same for both. `scales`: of the words, if values have some.
+__device__ __forceinline__ void multiply_words(
+    float (&products)[2][4], float (&inputs)[2][4], u32 above, u32 below, u32 x_words, int half,
+    const u32 (&scales)[2]) {
+  const u32 ones[4] = {ONES, ONES, ONES, ONES};
+  u32 b[WORD / 2];
+  load_words(b, x_words);
+#pragma unroll
+  for (int i = 0; i < WORD / 2; i += 2) {
+    const u32 a[4] = {values_of(above, i, scales[0]), values_of(below, i, scales[1]),
+                      values_of(above, i + 1, scales[0]), values_of(below, i + 1, scales[1])};
+    // Two sums, so that not each mma waits for the last one; where each half is a group, there are others besides.
+    const int to = WORD == 4 ? half : SUMMED > LOADED / 2 ? i / 2 : 0;
+    multiply_add(products[to], a, b[i], b[i + 1]);
+    if (SUBTRACTS) multiply_add(inputs[to], ones, b[i], b[i + 1]);
   }
 }
 
+#ifdef IN_FP4
+// Two to the power that byte i has, less 127. That of 0 is no power, but too small to matter.
+__device__ __forceinline__ float power_of(u32 word, int i) {
+  return __uint_as_float((i < 3 ? word << (23 - 8 * i) : word >> 1) & 0x7f800000);
+}
+#else
 __device__ __forceinline__ float scale_at(const unsigned char* scales, int index) {
 #if SCALE_BYTES == 4
   return ((const float*)scales)[index];
@@ -383,34 +427,115 @@ __device__ __forceinline__ float scale_at(const unsigned char* scales, int index
   return widened(((const Element*)scales)[index]);
 #endif
 }
-
-// A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP, times its scale if it has one.
-__device__ __forceinline__ void multiply_piece(
-    float (&sums)[2][4], u32 w_rows, u32 x_rows, int length, const GroupScales& scales) {
-#ifdef GROUP
-  const int lane = threadIdx.x % 32, row = lane / 4 % SCALE_ROWS, m = lane % 4 * 2;
 #endif
+// A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP.
+__device__ __forceinline__ void multiply_piece(
+    float (&sums)[2][4], u32 w_rows, u32 x_rows, int length, const GroupScales& of_tile) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll UNROLL
   for (int k = 0; k < length; k += TURN) {
     const u32 w_step = w_rows + k / 8 * BITS, x_step = x_rows + k * sizeof(Input);
-#ifdef GROUP
-    const int group = (scales.first + k) / GROUP;
-    float part[2][4] = {}, above = scale_at(scales.tile, row * scales.groups + group), below = above;
-    if (SCALE_ROWS == TILE) below = scale_at(scales.tile, (row + 8) * scales.groups + group);
-    multiply_step(part, w_step, x_step);
+    // Of what is summed together: the scale of rows lane / 4 and 8 below, and what their values are too large by.
+    float scales[STEP / SUMMED][2], less[STEP / SUMMED][2];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      float scale = j < 2 ? above : below;
-#ifdef X_FLOAT8
-      scale *= scales.x[(m + j % 2) * scales.groups + group];
+    for (int i = 0; i < STEP / SUMMED; i++)
+      for (int j = 0; j < 2; j++) scales[i][j] = 1, less[i][j] = LESS;
+#if defined(IN_FP4)
+    u32 stored[2][STEP / GROUP / 4];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      load_words(stored[j], shared_address(of_tile.tile) + (lane / 4 + 8 * j) * of_tile.groups +
+                                (of_tile.first + k) / GROUP);
+#ifdef MXFP4
+#pragma unroll
+    for (int i = 0; i < STEP / SUMMED; i++)
+      for (int j = 0; j < 2; j++) scales[i][j] = power_of(stored[j][i / 4], i % 4);
 #endif
-      sums[0][j] += (part[0][j] + part[1][j]) * scale;
+#elif defined(GROUP)
+#pragma unroll
+    for (int i = 0; i < STEP / SUMMED; i++) {
+      const int group = (of_tile.first + k + i * SUMMED) / GROUP;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int row = lane / 4 + 8 * j;
+        scales[i][j] = j && SCALE_ROWS == 1 ? scales[i][0]
+                                            : scale_at(of_tile.tile, row % SCALE_ROWS * of_tile.groups + group);
+#ifdef POINTS
+        const u32* points = (const u32*)(of_tile.tile + SCALE_ROWS * SCALE_BYTES * of_tile.groups);
+        const u32 word = points[row / WORD * of_tile.groups + group];
+        less[i][j] += (int)(word >> row % WORD * BITS & ((1 << BITS) - 1));
+#endif
+      }
     }
-#else
-    multiply_step(sums, w_step, x_step);
 #endif
+    float own[2][4] = {}, inputs[2][4] = {}, (&products)[2][4] = ARE_WHOLE ? sums : own;
+#pragma unroll
+    for (int i = 0; i < STEP; i += LOADED) {
+      u32 words[4];
+      load_matrices(words, w_step + i / 8 * BITS);
+#ifdef X_FLOAT8
+      u32 x[4];
+      if (i % (2 * LOADED) == 0) load_matrices(x, x_step + i);
+#endif
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const u32 above = words[2 * half], below = words[2 * half + 1];
+        const int at = i + half * LOADED / 2, done = at + LOADED / 2;
+#if defined(X_FLOAT8)
+        const u32 word = x[i / LOADED % 2 * 2 + half];
+        const u32 a[4] = {float16_of_float8(above, 0), float16_of_float8(below, 0), float16_of_float8(above, 1),
+                          float16_of_float8(below, 1)};
+        multiply_add_float16(products[half], a, float16_of_float8(word, 0), float16_of_float8(word, 1));
+#elif defined(NVFP4)    // two of the lanes that share a row have words of one group, two of the next
+        const int group = at / GROUP % 4 + lane % 4 / 2;
+        multiply_words(products, inputs, above, below, x_step + at * sizeof(Input), half,
+                       {fp4_scale_of_float8(stored[0][at / GROUP / 4], group),
+                        fp4_scale_of_float8(stored[1][at / GROUP / 4], group)});
+#else
+        multiply_words(products, inputs, above, below, x_step + at * sizeof(Input), half, {});
+#endif
+        if (ARE_WHOLE || done % SUMMED != 0) continue;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          float sum = products[0][j], of_inputs = inputs[0][j % 2], scale = scales[done / SUMMED - 1][j / 2];
+          if (SUMMED > LOADED / 2) sum += products[1][j], of_inputs += inputs[1][j % 2];
+          if (SUBTRACTS) sum -= of_inputs * less[done / SUMMED - 1][j / 2];
+#if defined(GROUP) && defined(X_FLOAT8)
+          const int m = lane % 4 * 2 + j % 2;
+          scale *= of_tile.x[m * of_tile.groups + (of_tile.first + k) / GROUP];
+#endif
+          sums[0][j] += sum * scale;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) products[0][j] = products[1][j] = inputs[0][j] = inputs[1][j] = 0;
+      }
+    }
   }
 }
+
+#ifdef IN_FOUR_BITS
+
+// Once for each piece of x that has come: of eight neighbours i and i + 4 become pairs, as those of a word of w do. A
+// warp orders what it alone reads, its STEP of each run of TURN.
+__device__ __forceinline__ void order_x(u32 x_step, int rows, int x_pitch, int length) {
+  constexpr int EACH = STEP / WORD;
+#pragma unroll 1
+  for (int k = 0; k < length; k += TURN)
+#pragma unroll 2
+    for (int i = threadIdx.x % 32; i < rows * EACH; i += 32) {
+      const u32 at = x_step + i / EACH * x_pitch + (k + i % EACH * WORD) * sizeof(Input);
+      u32 x[4];
+      load_words(x, at);
+      const auto pair = [](u32 first, u32 second, bool upper) {
+        return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
+      };
+      store_words(at, pair(x[0], x[2], false), pair(x[0], x[2], true), pair(x[1], x[3], false), pair(x[1], x[3], true));
+    }
+  fence_before_copies();
+  __syncwarp();
+}
+
+#endif
 
 #else
 
@@ -435,9 +560,9 @@ typedef float Partials[WARPS][TILE][ROWS];
 // What lies in front of the ring.
 struct alignas(128) Head {
   u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
-  Partials partials;
+  Partials partials[BUFFERS];
 };
-static_assert(sizeof(Head) == 4480, "as stream_plan.py has it");
+static_assert(sizeof(Head) == (BITS == 4 ? 16768 : 4480), "as stream_plan.py has it");
 
 // The sum over the warps of row `row` of a tile with row `m` of x.
 __device__ __forceinline__ float summed(const Partials& partials, int row, int m) {
@@ -447,15 +572,34 @@ __device__ __forceinline__ float summed(const Partials& partials, int row, int m
   return sum;
 }
 
+#if defined(IN_FEW_BITS) && (!defined(GROUP) || defined(NVFP4))
+#define SCALES_SUMS    // those of tiles
+#endif
+#ifdef NVFP4
+// What the sums of a row are multiplied with.
+__device__ __forceinline__ float whole_scale(const void* whole, int row) {
+#if WHOLE_BYTES == 4
+  const float scale = ((const float*)whole)[WHOLE_ROWS * row];
+#else
+  const float scale = widened(((const Element*)whole)[WHOLE_ROWS * row]);
+#endif
+#ifdef DIVIDES
+  return FP4_SUMS / scale;
+#else
+  return FP4_SUMS * scale;
+#endif
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     Element* y, const Input* x, const unsigned char* w, const Element* bias, const Element* residual, i64 x_row_stride,
     i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs, i64 tiles_each,
     i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots
 #ifdef IN_FEW_BITS
-    , i64 scale_slots, const unsigned char* scales, const float* x_scales
-#define SCALES scales
+    , i64 scale_slots, const unsigned char* scales, const float* x_scales, const u32* points, const void* whole
+#define SCALES scales, points
 #else
-#define SCALES nullptr
+#define SCALES nullptr, nullptr
 #endif
 ) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -474,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   const unsigned char* tile_scales = memory + sizeof(Head) + (slots - ring) + plan.x_slots * rows * plan.x_pitch;
   GroupScales scales_of = {};
 #ifdef GROUP
-  const int of_tile = SCALE_ROWS * (inputs / GROUP) * SCALE_BYTES;
+  const int of_tile = bytes_of_scales(inputs / GROUP);
   plan.scale_slots = (int)scale_slots;
   float* own_x_scales = (float*)(tile_scales + plan.scale_slots * of_tile);
   scales_of = {nullptr, own_x_scales, 0, inputs / GROUP};
@@ -525,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     const int count = min(PASS, plan.end - start);
     float sums[PASS][2][4] = {};
     Element biases[PASS][HALVES] = {};    // asked for early, as others are: nothing would hide it at the end
-#if defined(IN_FEW_BITS) && !defined(GROUP)
+#ifdef SCALES_SUMS
     float scale[PASS][HALVES] = {};
 #endif
 #ifdef RESIDUAL
@@ -541,7 +685,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
 #ifdef RESIDUAL
         residuals[i] = residual[own_m * residual_row_stride + column];
 #endif
-#if defined(IN_FEW_BITS) && !defined(GROUP)
+#if defined(NVFP4)
+        for (int half = 0; half < HALVES; half++) scale[i][half] = whole_scale(whole, half * columns + column);
+#elif defined(SCALES_SUMS)
         for (int half = 0; half < HALVES; half++) {
           scale[i][half] = scale_at(scales, (half * columns + column) / SCALED_ROWS);
 #ifdef X_FLOAT8
@@ -555,7 +701,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
       // Each warp's own steps in the piece; the last piece may be too short for some of the warps.
       const int length = plan.length(index, inputs) - warp * STEP;
       barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
-      const u32 x_rows = slots + x_place.at * rows * plan.x_pitch + x_lane;
+      const u32 x_slot = slots + x_place.at * rows * plan.x_pitch, x_rows = x_slot + x_lane;
+#ifdef IN_FOUR_BITS
+      if (start == plan.first || !plan.keeps_x)
+        order_x(x_slot + warp * STEP * sizeof(Input), rows, plan.x_pitch, length);
+#endif
 #pragma unroll
       for (int i = 0; i < PASS; i++)
         if (i < count) {
@@ -578,16 +728,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
 #pragma unroll
     for (int i = 0; i < PASS; i++)
       if (i < count) {
-        sync_multiplying_warps();    // the tile before has been read
+        Partials& partials = head.partials[(start + i) % BUFFERS];
+        if (BUFFERS == 1) sync_multiplying_warps();    // the tile before has been read
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          head.partials[warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[i][0][j] + sums[i][1][j];
+          partials[warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[i][0][j] + sums[i][1][j];
         sync_multiplying_warps();
         const int column = (start + i) * TILE_COLUMNS + own_row;
         if (own_m < rows && column < columns) {
           const auto product = [&](int half) {
-            float sum = summed(head.partials, own_row + half * TILE_COLUMNS, own_m);
-#if defined(IN_FEW_BITS) && !defined(GROUP)
+            float sum = summed(partials, own_row + half * TILE_COLUMNS, own_m);
+#ifdef SCALES_SUMS
             sum *= scale[i][half];
 #endif
             return sum + widened(biases[i][half]);

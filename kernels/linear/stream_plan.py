@@ -10,16 +10,13 @@ TILE = 16
 """Rows of the weight that are multiplied together."""
 STEP = 32
 """The input's width is a multiple of it, for weights of 16 bits."""
-_WARPS = 8
-THREADS = 32 * (_WARPS + 2)
-"""Of a block: warps that multiply, one that brings the weight, and one that brings x."""
 _PAD, _FLOAT32 = 16, 4
 """Bytes behind a piece of a row of the weight, and of an input's scale."""
 _NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200. On a GPU with fewer the grid takes a second round."""
-_SHARED_BYTES, _HEAD_BYTES = 227 << 10, 4480
-"""Shared memory that a block may have, and what lies in front of the ring: barriers, and sums of the warps."""
-_LEAST_STAGES, _MOST_STAGES, _MOST_X_SLOTS, _MOST_TILES_A_PASS = 2, 12, 8, 8
+_SHARED_BYTES = 227 << 10
+"""Shared memory that a block may have."""
+_LEAST_STAGES, _MOST_STAGES, _MOST_X_SLOTS = 2, 12, 8
 
 
 class Way(NamedTuple):
@@ -40,7 +37,8 @@ class Stored(NamedTuple):
     """How the weight and x are stored: bits of the one's elements and bytes of the other's.
 
     `step`: inputs that a warp multiplies at a time. `group`: neighbours in a row that have a scale of
-    `scale_bytes`, if some have; each of the weight's rows has such scales of its own, unless tiles `share` them.
+    `scale_bytes`, if some have; each of the weight's rows has such scales of its own, unless tiles `share` them. With
+    `points` groups have these, too, of as many bits as a weight.
     """
 
     bits: int = 16
@@ -49,10 +47,34 @@ class Stored(NamedTuple):
     group: int | None = None
     scale_bytes: int = _FLOAT32
     share: bool = False
+    points: bool = False
+
+    @property
+    def warps(self) -> int:
+        """That multiply: more where more instructions make operands of as many bytes."""
+        return 16 if self.bits == 4 else 8
+
+    @property
+    def threads(self) -> int:
+        """Of a block: warps that multiply, one that brings the weight, and one that brings x."""
+        return 32 * (self.warps + 2)
+
+    @property
+    def head_bytes(self) -> int:
+        """What lies in front of the ring: barriers, and sums of the warps, in four bits of two tiles."""
+        return 16768 if self.bits == 4 else 4480
+
+    @property
+    def most_tiles_a_pass(self) -> int:
+        """As many as a thread has registers for, which are fewer where there are more threads."""
+        return 4 if self.bits == 4 else 8
 
     def tile_scales(self, inputs: int) -> int:
-        """Bytes of a tile's scales of groups."""
-        return 0 if self.group is None else (1 if self.share else TILE) * (inputs // self.group) * self.scale_bytes
+        """Bytes of a tile's scales of groups, and of points."""
+        if self.group is None:
+            return 0
+        a_group = (1 if self.share else TILE) * self.scale_bytes + (TILE * self.bits // 8 if self.points else 0)
+        return inputs // self.group * a_group
 
     def x_scales(self, inputs: int) -> int:
         """Bytes of the scales of groups of x, which it has if it is stored in few bits as well."""
@@ -60,6 +82,7 @@ class Stored(NamedTuple):
 
 
 SIXTEEN_BITS = Stored()
+THREADS = SIXTEEN_BITS.threads
 
 
 class Plan(NamedTuple):
@@ -103,14 +126,14 @@ def plan_that_fits(
     grid = min(blocks, num_tiles)
     each, more = divmod(num_tiles, grid)
     pieces = -(-inputs // way.piece)
-    turn = stored.step * _WARPS
+    turn = stored.step * stored.warps
     piece = way.piece if pieces > 1 else -(-inputs // turn) * turn
     most = each + (more > 0)
     x_pitch = piece * stored.x_bytes + stored.x_bytes * 128 // stored.bits
     fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * x_pitch <= way.kept_bytes
     x_slots = pieces if pieces <= 2 or fits else 2
-    tiles = 1 if x_slots == pieces else 2 if most <= 2 else _MOST_TILES_A_PASS
-    around = _HEAD_BYTES + rows * x_slots * x_pitch + stored.x_scales(inputs)
+    tiles = 1 if x_slots == pieces else 2 if most <= 2 else stored.most_tiles_a_pass
+    around = stored.head_bytes + rows * x_slots * x_pitch + stored.x_scales(inputs)
     stage, tile_scales = TILE * (piece * stored.bits // 8 + _PAD), stored.tile_scales(inputs)
     all_stages = min(_MOST_STAGES, most * pieces)
     for stages in range(all_stages, min(_LEAST_STAGES, all_stages) - 1, -1):

@@ -12,24 +12,48 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import numel
-from precast.kernels.linear.stream_plan import MAX_ROWS, THREADS, TILE, Plan, Stored, Way, plan_that_fits
+from precast.ir.weights.tensorfile import element_bytes
+from precast.kernels.linear.stream_plan import MAX_ROWS, TILE, Plan, Stored, Way, plan_that_fits
 from precast.kernels.quantised_linear import launches
 from precast.kernels.records import Condition, Launch, Pointer, Record, Stride
 from precast.kernels.use import Use
 
-_BITS = {"fp8": 8, "packed4": 4}
-"""Formats whose weights lie in rows, and of an element of theirs."""
+
+class _Format(NamedTuple):
+    """How the kernel knows a format whose weights lie in rows, and bits of an element of theirs."""
+
+    define: str
+    bits: int
+
+
+_FORMATS = {
+    "fp8": _Format("FLOAT8", 8), "int8": _Format("INT8", 8), "packed8": _Format("PACKED8", 8),
+    "packed4": _Format("PACKED4", 4), "mxfp4": _Format("MXFP4", 4), "nvfp4": _Format("NVFP4", 4),
+    "nvfp4_divided": _Format("NVFP4", 4),
+}  # fmt: skip
+_SCALES: dict[str, Dtype] = {"mxfp4": "uint8", "nvfp4": "float8_e4m3fn", "nvfp4_divided": "float8_e4m3fn"}
+"""Of formats whose scales are of few bits themselves."""
 _STEPS = (128, 64)
-"""Inputs that a warp multiplies at a time: the most that divide a row, and a group."""
-_MOST_OFFSET = 100
-"""What is subtracted from values of four bits, which are made in bfloat16's range of whole numbers from 128 to 256."""
+"""Inputs that a warp multiplies at a time."""
+_LEAST_GROUP = 32
+"""What is summed together at least, in four bits; a scale for less is multiplied with each value."""
+_MOST_OFFSET = {"packed4": 100, "packed8": 255}
+"""What is subtracted from values; those of four bits are made in bfloat16's range of whole numbers from 128 to 256."""
+_BYTES_OFFSET = 128
+"""What values of packed8 are made without, whatever their offset is."""
 _ALIGNED = 16
 """Bytes of which a row's scales of groups are a multiple."""
-_WAYS = {
-    2: {8: Way(piece=4096, kept_bytes=36 << 10, kept_from=3), 4: Way(piece=8192, kept_bytes=36 << 10, kept_from=3)},
-    MAX_ROWS: {8: Way(piece=2048, kept_bytes=72 << 10), 4: Way(piece=4096, kept_bytes=72 << 10)},
+_WAYS: dict[int, dict[int, tuple[Way, ...]]] = {
+    2: {
+        8: (Way(piece=4096, kept_bytes=36 << 10, kept_from=3),),
+        4: (Way(piece=4096, kept_bytes=36 << 10, kept_from=3), Way(piece=2048, kept_bytes=36 << 10, kept_from=3)),
+    },
+    MAX_ROWS: {
+        8: (Way(piece=2048, kept_bytes=72 << 10),),
+        4: (Way(piece=4096, kept_bytes=72 << 10), Way(piece=2048, kept_bytes=72 << 10)),
+    },
 }
-"""By the most rows, and by a weight's bits: as many bytes of a row at once as of weights of 16 bits."""
+"""By the most rows, and by a weight's bits: the first that leaves room for a ring."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -44,11 +68,15 @@ class _Lies(NamedTuple):
 def _lies(use: Use) -> _Lies | None:
     """None if the stream can't take it."""
     sizes, format, activation = launches.sizes_of(use), str(use.constant("format")), use.constant("activation")
-    if format not in _BITS or sizes is None or any(use.has(part) for part in ("zeros", "groups", "global_scale")):
+    if format not in _FORMATS or sizes is None or use.has("groups"):
         return None
-    is_rounded = activation not in (None, "none")
+    is_rounded, bits = activation not in (None, "none"), _FORMATS[format].bits
     scales, offset = use.operands["scales"].type, use.constant("zero_offset") or 0
-    if scales.dtype not in ("float32", use.dtype) or not isinstance(offset, int) or not 0 <= offset <= _MOST_OFFSET:
+    if scales.dtype not in ((_SCALES[format],) if format in _SCALES else ("float32", use.dtype)):
+        return None
+    if use.has("global_scale") and use.operands["global_scale"].type.dtype not in ("float32", use.dtype):
+        return None
+    if not isinstance(offset, int) or not 0 <= offset <= _MOST_OFFSET.get(format, 0):
         return None
     if is_rounded and not (format == "fp8" and str(activation).startswith("fp8")):
         return None
@@ -59,20 +87,41 @@ def _lies(use: Use) -> _Lies | None:
         is_rounded and group not in (None, launches.INPUT_GROUP)
     ):
         return None
-    step = next((step for step in _STEPS if sizes.inputs % step == 0 and (group or step) % step == 0), None)
+    if use.has("zeros") and (group is None or format not in _MOST_OFFSET):
+        return None
+    if group is None and format == "packed8" and offset != _BYTES_OFFSET:
+        return None
+    step = _step(format, bits, sizes.inputs, group)
     if step is None or (group is not None and (sizes.inputs % group or (sizes.rows > 1 and sizes.rows % TILE))):
         return None
-    width = 4 if scales.dtype == "float32" else 2
-    if group is not None and sizes.num_groups * width % _ALIGNED:
-        return None
     of_tile = group is not None and sizes.rows > 1
-    stored = Stored(_BITS[format], 1 if is_rounded else 2, step, group, width, of_tile)
+    width = element_bytes(scales.dtype)
+    stored = Stored(bits, 1 if is_rounded else 2, step, group, width, of_tile, use.has("zeros"))
     return _Lies(stored, sizes.rows, offset)
 
 
+def _step(format: str, bits: int, inputs: int, group: int | None) -> int | None:
+    """Inputs that a warp multiplies at a time: whole groups, or a part of one. Such that the warps have as much to do
+    as each other, and else as many as can be."""
+
+    def fits(step: int) -> bool:
+        if format in _SCALES:  # whose scales are read four at a time and more
+            return step == _STEPS[0]
+        if group is None or group % step == 0:
+            return True
+        return bits == 4 and step % group == 0 and group % _LEAST_GROUP == 0
+
+    def of_a_warp(step: int) -> int:
+        return -(-inputs // (step * Stored(bits).warps)) * step
+
+    steps = [step for step in _STEPS if inputs % step == 0 and fits(step)]
+    return min(steps, key=of_a_warp, default=None) if bits == 4 else next(iter(steps), None)
+
+
 def _is_static(use: Use) -> bool:
-    """The weight and its scales are read before the kernels in front have ended."""
-    given = [use.operands[name] for name in ("weight", "scales", "bias") if use.has(name)]
+    """The weight, its scales and its points are read before the kernels in front have ended."""
+    names = ("weight", "scales", "zeros", "global_scale", "bias")
+    given = [use.operands[name] for name in names if use.has(name)]
     return all(each.is_contiguous and not each.is_activation for each in given)
 
 
@@ -91,7 +140,8 @@ def _plan(use: Use, most: int) -> Plan | None:
     if lies is None or sizes is None:
         return None
     stored = lies.stored
-    return plan_that_fits(_WAYS[most][stored.bits], most, sizes.outputs, sizes.inputs, stored=stored)
+    plans = (plan_that_fits(way, most, sizes.outputs, sizes.inputs, stored=stored) for way in _WAYS[most][stored.bits])
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def _launches(use: Use, most: int) -> tuple[Launch, ...]:
@@ -110,7 +160,15 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
         "GROUP": False if stored.group is None else stored.group,
     }  # fmt: skip
-    constants |= {"FLOAT8": True} if stored.bits == 8 else {"PACKED4": True, "OFFSET": lies.offset}
+    format = str(use.constant("format"))
+    constants |= {_FORMATS[format].define: True, "POINTS": stored.points}
+    if format in _MOST_OFFSET:
+        constants["OFFSET"] = lies.offset
+    if use.has("global_scale"):
+        constants |= {
+            "WHOLE_BYTES": use.width("global_scale"), "WHOLE_ROWS": int(use.number("global_scale", 0) != 1),
+            "DIVIDES": format == "nvfp4_divided",
+        }  # fmt: skip
     if _is_rounded(use):
         constants |= {"X_FLOAT8": True, "X_SCALES": int(launches.input_scales_of(use)[0] != "one")}
     product = Launch(
@@ -119,9 +177,10 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         args=(
             Pointer("out.0"), input[0], Pointer("weight"), bias, None, *input[1:], 0, rows, sizes.outputs, sizes.inputs,
             *plan.args, plan.scale_slots, Pointer("scales"), launches.input_scales_of(use)[1],
+            *(Pointer(name) if use.has(name) else None for name in ("zeros", "global_scale")),
         ),
         constants=constants,
-        block=THREADS,
+        block=stored.threads,
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip
@@ -134,21 +193,31 @@ def _counts(use: Use, most: int) -> bool:
     return (rows == "T" or (isinstance(rows, int) and rows <= most)) and all(size == 1 for size in shape[:-2])
 
 
+def _has_aligned_scales(use: Use) -> bool:
+    """Rows of groups can be copied."""
+    lies, sizes = _lies(use), launches.sizes_of(use)
+    if lies is None or sizes is None or lies.stored.group is None:
+        return True
+    return sizes.num_groups * lies.stored.scale_bytes % _ALIGNED == 0
+
+
 def _has_room(use: Use, most: int) -> bool:
     return _plan(use, most) is not None
 
 
 _TAKES = (
     Condition(
-        "float8, rounded as the input is or not, or packed4 without points; of rows, or groups of 64 n inputs",
+        "float8, also rounded as the input is, int8 without points, packed4 or packed8, of rows or of groups of 64 n "
+        "inputs (packed4 of 32), points in groups alone; or fp4 of 128 n inputs",
         lambda use: _lies(use) is not None,
     ),
+    Condition(f"scales of groups whose rows are multiples of {_ALIGNED} bytes", _has_aligned_scales),
     Condition(
         "Triton, which rounds the input, if it is rounded",
         lambda use: not _is_rounded(use) or "triton" in use.target.kinds,
     ),
     Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that have one scale", launches.is_short),
-    Condition("weight, scales and bias in row-major order that no op makes", _is_static),
+    Condition("parts of the weight and a bias in row-major order that no op makes", _is_static),
 )
 
 

@@ -30,6 +30,7 @@ inline float __uint_as_float(u32 bits) {
 template <int DIGITS, int LEAST>
 struct Half {
   static float wide(u16 bits) {
+    if (DIGITS == 8) return __uint_as_float((u32)bits << 16);
     const int exponent = (bits & 0x7fff) >> (DIGITS - 1), rest = bits & ((1 << (DIGITS - 1)) - 1);
     const bool is_largest = exponent == 0x7fff >> (DIGITS - 1);    // infinity, and what is not a number
     const float size = is_largest ? (rest ? NAN : INFINITY)

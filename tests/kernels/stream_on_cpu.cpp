@@ -1,8 +1,8 @@
 // Runs kernels/linear/stream.cu on a CPU: a fiber for each thread of a block, one block after the other.
 //
-// "stream.inc" is the kernel's source without the functions that are PTX, which are written here in C++. What they are
-// given is checked (alignment, room in shared memory, arrivals at barriers), w and x end in front of a page that may
-// not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, how x lies (0 in
+// "stream.inc" is the kernel's source, and that of few_bits.cuh, without the functions that are PTX, which are written
+// here and in halves_on_cpu.h in C++. What they are given is checked (alignment, room in shared memory, arrivals at
+// barriers), w and x end in front of a page that may not be read, and shared memory and results are NaN before. Arguments: rows, outputs, inputs, how x lies (0 in
 // row-major order, 1 with gaps of 16 bytes between rows, 2 every second element), and of a plan (`Plan` in
 // stream_plan.py) the kernel's arguments, the slots for scales, how many blocks there are, and bytes of shared memory.
 // Prints the largest error relative to 1 + |expected|, and a checksum of the first row.
@@ -19,19 +19,15 @@
 #include <vector>
 
 #include "fibers.h"
+#include "halves_on_cpu.h"
 
-#define __device__
 #define __global__
-#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define CHECK(what) \
   ((what) ? (void)0 : (printf("line %d: %s does not hold\n", __LINE__, #what), fflush(stdout), _Exit(1)))
 
-typedef unsigned short u16;
-typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
-typedef u16 Element;
 using std::min;
 
 struct Index { unsigned x; };
@@ -39,7 +35,7 @@ struct Index { unsigned x; };
 static Index blockIdx, gridDim;
 alignas(128) static unsigned char shared[256 << 10];    // dynamic shared memory; addresses count from here
 static u32 shared_bytes;
-static fibers::Meeting of_block, of_multiplying_warps, of_warp[10];
+static fibers::Meeting of_block, of_multiplying_warps, of_warp[18];
 
 static u32 warp_of() { return threadIdx.x / 32; }
 static u32 lane_of() { return threadIdx.x % 32; }
@@ -95,50 +91,14 @@ inline void load_words(u32 (&words)[N], u32 from) {
   memcpy(words, at(from), sizeof words);
 }
 
-static float widened(Element value) {
-  const u32 bits = (u32)value << 16;
-  float wide;
-  memcpy(&wide, &bits, 4);
-  return wide;
+inline void store_words(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  const u32 words[] = {a, b, c, d};
+  CHECK(to % 16 == 0 && to + 16 <= shared_bytes);
+  memcpy(at(to), words, 16);
 }
-static Element rounded(float value) {
-  u32 bits;
-  memcpy(&bits, &value, 4);
-  return std::isnan(value) ? 0x7fff : (Element)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
+inline void fence_before_copies() {}
 
-// Numbers of few bits, and those of float16 that they are among, which are normal.
-static float of_float8(unsigned char bits) {
-  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-  return bits & 128 ? -size : size;
-}
-static u16 as_float16(float value) {
-  int exponent;
-  const float mantissa = frexpf(fabsf(value), &exponent);
-  const int bits = value == 0 ? 0 : (exponent + 14) << 10 | ((int)(mantissa * 2048) & 1023);
-  return value < 0 ? bits | 0x8000 : bits;
-}
-static float of_float16(u16 bits) {
-  const float size = bits & 0x7c00 ? ldexpf(1024 + (bits & 1023), (bits >> 10 & 31) - 25) : 0;
-  return bits & 0x8000 ? -size : size;
-}
-inline u32 float16_of_float8(u32 word, int half) {
-  const u32 pair = word >> 16 * half;
-  return as_float16(of_float8(pair)) | (u32)as_float16(of_float8(pair >> 8)) << 16;
-}
-inline u32 elements_of_float8(u32 word, int half) {
-  const u32 pair = word >> 16 * half;
-  return rounded(of_float8(pair)) | (u32)rounded(of_float8(pair >> 8)) << 16;
-}
-inline u32 elements_of_nibbles(u32 word, int i, int offset) {
-  const int low = word >> 4 * i & 15, high = word >> (4 * i + 16) & 15;
-  return rounded(low - offset) | (u32)rounded(high - offset) << 16;
-}
-inline u32 lower_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
-inline u32 upper_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000); }
-
-static u32 addresses[10][32], given_a[10][32][4], given_b[10][32][2];
+static u32 addresses[18][32], given_a[18][32][4], given_b[18][32][2];
 inline void load_matrices(u32 (&to)[4], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
   addresses[warp_of()][lane_of()] = from;
@@ -165,7 +125,7 @@ inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   multiply_add_of(widened, sums, a, b0, b1);
 }
 inline void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  multiply_add_of(of_float16, sums, a, b0, b1);
+  multiply_add_of(Float16::wide, sums, a, b0, b1);
 }
 
 static int num_waiting;
@@ -202,7 +162,7 @@ static unsigned char* drawn_bytes(size_t count) {
   unsigned char* made = at_the_end<unsigned char>(count);
   for (size_t i = 0; i < count; i++)
     do made[i] = generator() >> 8;
-    while (BITS == 8 && (made[i] & 0x7f) == 0x7f);    // not a number
+    while ((made[i] & 0x7f) == 0x7f);    // not a number
   return made;
 }
 
@@ -230,10 +190,26 @@ int main(int, char** given) {
 #else
   const int groups = 1;
 #endif
+  // Values of about so much, and scales of which so many make a sum about 1.
   const size_t num_scales = (size_t)(outputs + SCALED_ROWS - 1) / SCALED_ROWS * groups;
   const float size = (BITS == 8 ? 1 / 120.0f : 1 / 8.0f) / sqrtf(inputs);
   const unsigned char* w = drawn_bytes((size_t)outputs * inputs / 8 * BITS);
-#if SCALE_BYTES == 4
+  const size_t num_points = (size_t)(outputs * BITS + 31) / 32 * groups;
+  const u32* points = (const u32*)drawn_bytes(4 * num_points);
+#ifdef DIVIDES
+  const float* whole = drawn_scales(outputs, 100 / size);
+#else
+  const float* whole = drawn_scales(outputs, size / 100);
+#endif
+#if SCALE_BYTES == 1
+  unsigned char* scales = drawn_bytes(num_scales);
+  for (size_t i = 0; i < num_scales; i++)
+#ifdef MXFP4
+    scales[i] = 127 + (int)log2f(size) - scales[i] % 3;
+#else
+    scales[i] &= 0x7f;
+#endif
+#elif SCALE_BYTES == 4
   const float* scales = drawn_scales(num_scales, size);
 #else
   const Element* scales = drawn(num_scales, size);
@@ -268,7 +244,7 @@ int main(int, char** given) {
             y.data(), x, (const unsigned char*)w, bias, residual, row_stride, stride, residual_stride, rows, outputs,
             inputs, plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]
 #ifdef IN_FEW_BITS
-            , plan[6], (const unsigned char*)scales, x_scales
+            , plan[6], (const unsigned char*)scales, x_scales, points, whole
 #endif
         );
       });
@@ -280,15 +256,30 @@ int main(int, char** given) {
 #ifdef IN_FEW_BITS
     const i64 at = (i64)n * inputs + k;
     const int scale = n / SCALED_ROWS * groups + k / (inputs / groups);
-#if SCALE_BYTES == 4
+#if defined(MXFP4)
+    const float times = ldexpf(1, scales[scale] - 127);
+#elif defined(NVFP4) && defined(DIVIDES)
+    const float times = of_float8(scales[scale]) / whole[WHOLE_ROWS * n];
+#elif defined(NVFP4)
+    const float times = of_float8(scales[scale]) * whole[WHOLE_ROWS * n];
+#elif SCALE_BYTES == 4
     const float times = scales[scale];
 #else
     const float times = widened(scales[scale]);
 #endif
-#ifdef FLOAT8
+#if defined(FLOAT8)
     return of_float8(w[at]) * times;
+#elif defined(INT8)
+    return (signed char)w[at] * times;
+#elif defined(MXFP4) || defined(NVFP4)
+    return of_fp4(w[at / 2] >> at % 2 * 4 & 15) * times;
 #else
-    return ((w[at / 2] >> at % 2 * 4 & 15) - OFFSET) * times;
+    int value = (BITS == 8 ? w[at] : w[at / 2] >> at % 2 * 4 & 15) - OFFSET;
+#ifdef POINTS
+    constexpr int EACH = 32 / BITS;
+    value -= points[n / EACH * groups + k / (inputs / groups)] >> n % EACH * BITS & ((1 << BITS) - 1);
+#endif
+    return value * times;
 #endif
 #else
     return widened(w[(i64)n * inputs + k]);

@@ -86,9 +86,13 @@ def test_a_tile_for_each_block_and_none_without() -> None:
 
 # --- its source on a CPU -----------------------------------------------------------------------------------------
 
-PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- activations"
-"""Between these lines of the source are functions that `stream_on_cpu.cpp` has too, as it has those of the header."""
-HEADER = '#include "half.cuh"\n'
+PTX = "// --- what PTX has and C++ has not"
+HALF, FEW_BITS_HEADER = '#include "half.cuh"\n', '#include "few_bits.cuh"\n'
+
+
+def without_ptx(source: str, plain: str) -> str:
+    """Without what is between the headings of functions in PTX, which `stream_on_cpu.cpp` has too, and of `plain`."""
+    return source[: source.index(PTX)] + source[source.index(plain) :]
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +102,18 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     if compiler is None:
         pytest.skip("needs g++ to compile the kernel's source for this CPU")
     folder, here = tmp_path_factory.mktemp("stream"), Path(__file__).parent
-    source = (here.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
-    plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
-    plain = plain.replace(HEADER, "").replace('extern "C"', "")
+    kernels = here.parents[1] / "kernels"
+    header = without_ptx((kernels / "few_bits.cuh").read_text(encoding="utf-8"), "// --- pairs of elements")
+    plain = without_ptx((kernels / FILE).read_text(encoding="utf-8"), "// --- activations")
+    plain = plain.replace(HALF, "").replace(FEW_BITS_HEADER, header.replace("#pragma once", ""))
+    plain = plain.replace('extern "C"', "")
     plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
     (folder / "stream.inc").write_text(plain, encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:
         program = folder / f"stream{defines.replace(' ', '_')}"
-        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", *defines.split()]
+        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-I{here}", *defines.split()]
         subprocess.run([compiler, *flags, here / "stream_on_cpu.cpp", "-o", program], check=True)
         return program
 
@@ -164,7 +170,9 @@ def test_source_on_a_cpu_gives_a_row_the_same_bits_among_others(on_cpu: Callable
 
 FLOAT8 = "-DFLOAT8 -DSTEP=128 -DSCALE_BYTES=4"
 ROUNDED = f"{FLOAT8} -DX_FLOAT8 -DX_SCALES=1"
-PACKED4 = "-DPACKED4 -DSCALED_ROWS=1"
+PACKED4, PACKED8 = ("-D" + each + " -DSCALED_ROWS=1" for each in ("PACKED4", "PACKED8"))
+FP4 = "-DSTEP=128 -DSCALED_ROWS=1 -DSCALE_BYTES=1"
+NVFP4 = f"{FP4} -DNVFP4 -DGROUP=16 -DWHOLE_BYTES=4"
 FEW_BITS = {
     "float8": (f"{FLOAT8} -DSCALED_ROWS=1", Stored(8, 2, 128)),
     "float8, one scale": (f"{FLOAT8} -DSCALED_ROWS=64", Stored(8, 2, 128)),
@@ -174,6 +182,27 @@ FEW_BITS = {
     "packed4": (f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2", Stored(4, 2, 128, 128, 2)),
     "packed4, short": (f"{PACKED4} -DOFFSET=7 -DSTEP=64 -DGROUP=64 -DSCALE_BYTES=4", Stored(4, 2, 64, 64)),
     "packed4 of rows": (f"{PACKED4} -DOFFSET=8 -DSTEP=64 -DSCALE_BYTES=2", Stored(4, 2, 64)),
+    "packed4, shorter than a step": (
+        f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=32 -DSCALE_BYTES=2", Stored(4, 2, 128, 32, 2)),
+    "packed4, points": (
+        f"{PACKED4} -DOFFSET=1 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2 -DPOINTS",
+        Stored(4, 2, 128, 128, 2, points=True)),
+    "packed4, points, short, float16": (
+        f"{PACKED4} -DOFFSET=0 -DSTEP=128 -DGROUP=64 -DSCALE_BYTES=4 -DPOINTS -DFLOAT16",
+        Stored(4, 2, 128, 64, points=True)),
+    "packed8, float16": (
+        f"{PACKED8} -DOFFSET=128 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2 -DFLOAT16", Stored(8, 2, 128, 128, 2)),
+    "packed8, points": (
+        f"{PACKED8} -DOFFSET=3 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2 -DPOINTS",
+        Stored(8, 2, 128, 128, 2, points=True)),
+    "packed8 of rows": (f"{PACKED8} -DOFFSET=128 -DSTEP=64 -DSCALE_BYTES=2", Stored(8, 2, 64)),
+    "int8, float16": ("-DINT8 -DSTEP=128 -DSCALED_ROWS=1 -DSCALE_BYTES=2 -DFLOAT16", Stored(8, 2, 128)),
+    "int8 in blocks": (
+        "-DINT8 -DSTEP=128 -DGROUP=128 -DSCALED_ROWS=32 -DSCALE_BYTES=4", Stored(8, 2, 128, 128, 4, True)),
+    "mxfp4": (f"{FP4} -DMXFP4 -DGROUP=32", Stored(4, 2, 128, 32, 1)),
+    "mxfp4, float16": (f"{FP4} -DMXFP4 -DGROUP=32 -DFLOAT16", Stored(4, 2, 128, 32, 1)),
+    "nvfp4": (f"{NVFP4} -DWHOLE_ROWS=0", Stored(4, 2, 128, 16, 1)),
+    "nvfp4, divided, of rows, float16": (f"{NVFP4} -DWHOLE_ROWS=1 -DDIVIDES -DFLOAT16", Stored(4, 2, 128, 16, 1)),
 }  # fmt: skip
 
 
@@ -181,7 +210,7 @@ FEW_BITS = {
 def test_source_on_a_cpu_of_weights_in_few_bits(on_cpu: Callable[..., tuple[float, int]], stored: str) -> None:
     """A row has the same bits whatever the way, the grid, and the rows beside it."""
     defines, lies = FEW_BITS[stored]
-    ways = ((1, 1, LONG), (7, 2, Way(piece=2048, kept_bytes=0, room=80_000)), (3, 1, LONG))
+    ways = ((1, 1, LONG), (7, 2, Way(piece=2048, kept_bytes=0, room=60_000)), (3, 1, LONG))
 
     found = [on_cpu(rows, 52, 3072, blocks, way, 0, f"{defines} -DBIAS", lies) for rows, blocks, way in ways]
 

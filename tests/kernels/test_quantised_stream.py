@@ -6,10 +6,12 @@ What its source computes on a CPU: `test_linear.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_launches import resource_usage
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
 
@@ -37,12 +39,25 @@ def fp8(block: tuple[int, int], activation: str = "none") -> Callable[[Draw, int
     return drawn
 
 
-def packed(size: int | None = None, dtype: torch.dtype | None = None) -> Callable[[Draw, int, int], Sample]:
+def packed(
+    size: int | None = None, dtype: torch.dtype = torch.bfloat16, *, bits: int = 4, **more: Any
+) -> Callable[[Draw, int, int], Sample]:
+    """With `zeros`, or less `zero_offset`, which are half of the values' range without."""
+
     def drawn(draw: Draw, outputs: int, inputs: int) -> Sample:
-        weight = quantised.packed(draw, outputs, inputs, **({} if size is None else {"size": size}))
-        return {**weight, "scales": weight["scales"].to(dtype or weight["scales"].dtype)}
+        offset = {name: more[name] for name in ("zero_offset",) if name in more}
+        weight = quantised.packed(draw, outputs, inputs, bits, size=size, zeros=more.get("zeros", False))
+        return {**weight, **offset, "scales": weight["scales"].to(dtype)}
 
     return drawn
+
+
+def int8(block: tuple[int, int] | None = None) -> Callable[[Draw, int, int], Sample]:
+    return lambda draw, outputs, inputs: quantised.int8(draw, outputs, inputs, block)
+
+
+def nvfp4(**more: bool) -> Callable[[Draw, int, int], Sample]:
+    return lambda draw, outputs, inputs: quantised.nvfp4(draw, outputs, inputs, **more)
 
 
 FORMATS: dict[str, Callable[[Draw, int, int], Sample]] = {
@@ -57,17 +72,34 @@ FORMATS: dict[str, Callable[[Draw, int, int], Sample]] = {
     "packed4, short": packed(64),
     "packed4 of rows": packed(),
     "packed4, float32": packed(128, torch.float32),
+    "packed4, shorter than a step": packed(32),
+    "packed4, points": packed(128, zeros=True),
+    "packed4, points and more": packed(64, torch.float32, zeros=True, zero_offset=1),
+    "packed8": packed(128, bits=8),
+    "packed8 of rows": packed(bits=8),
+    "packed8, points": packed(128, bits=8, zeros=True),
+    "int8 of rows": int8(),
+    "int8 in blocks": int8((128, 128)),
+    "mxfp4": quantised.mxfp4,
+    "nvfp4": nvfp4(),
+    "nvfp4 of rows": nvfp4(rows=True),
+    "nvfp4, divided": nvfp4(divided=True),
 }
 
 
-def called(format: str, draw: Draw, rows: int, outputs: int, inputs: int, *, bias: bool = False) -> Sample:
+def called(
+    format: str, draw: Draw, rows: int, outputs: int, inputs: int, *, bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Sample:  # fmt: skip
     """A layer's arguments."""
     weight = FORMATS[format](draw, outputs, inputs)
+    if weight["scales"].dtype == torch.bfloat16:
+        weight["scales"] = weight["scales"].to(dtype)
     activation = weight.pop("activation", "none")
-    more: dict[str, Any] = {"bias": draw.normal(outputs, dtype=torch.bfloat16)} if bias else {}
+    more: dict[str, Any] = {"bias": draw.normal(outputs, dtype=dtype)} if bias else {}
     if activation == "fp8_tensor":
         more["input_scale"] = draw.of([0.013], torch.float32)
-    x = draw.normal(1, rows, inputs, dtype=torch.bfloat16)
+    x = draw.normal(1, rows, inputs, dtype=dtype)
     return quantised.call(x, weight, activation=activation, **more)
 
 
@@ -80,7 +112,8 @@ def use_of(sample: Sample) -> Use:
 
 def taken(sample: Sample, rows: int) -> list[str]:
     """The names of the stream's records that take it."""
-    return [record.name for record in fitting(use_of(sample), {"T": rows}) if record.kind == "cuda"]
+    names = {record.name for record in RECORDS}
+    return [record.name for record in fitting(use_of(sample), {"T": rows}) if record.name in names]
 
 
 CPU = Draw(torch.float32, torch.device("cpu"))
@@ -95,9 +128,18 @@ def test_it_takes(format: str) -> None:
 
 def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
     rows, blocks = (called(format, CPU, 1, 128, 1024) for format in ("fp8 of rows", "fp8 in blocks"))
-    points = quantised.call(CPU.normal(1, 1, 1024, dtype=torch.bfloat16), quantised.packed(CPU, 128, 1024, zeros=True))
+    short, long = CPU.normal(1, 1, 1024, dtype=torch.bfloat16), CPU.normal(1, 1, 4096, dtype=torch.bfloat16)
     refused = {
-        "points": points,
+        "points of rows": quantised.call(short, quantised.packed(CPU, 128, 1024, zeros=True)),
+        "points of int8": quantised.call(short, quantised.int8(CPU, 128, 1024, (128, 128), zeros=True)),
+        "groups of inputs anywhere": quantised.call(short, quantised.packed(CPU, 128, 1024, size=128, order=True)),
+        "words along outputs": quantised.call(short, quantised.awq(CPU, 128, 1024, 128)),
+        "groups of 16": quantised.call(long, quantised.packed(CPU, 128, 4096, size=16)),
+        "groups of 32 of eight bits": quantised.call(long, quantised.packed(CPU, 128, 4096, 8, size=32)),
+        "another offset of eight bits": {**called("packed8 of rows", CPU, 1, 128, 1024), "zero_offset": 127},
+        "powers for a row that are no multiple of 16 bytes": called("mxfp4", CPU, 1, 128, 1152),
+        "a whole scale of another type": {
+            **called("nvfp4", CPU, 1, 128, 1024), "global_scale": CPU.normal(1, 1, dtype=torch.float16)},
         "inputs that are no multiple of 64": called("fp8 of rows", CPU, 1, 128, 1000),
         "scales of a row that are no multiple of 16 bytes": called("packed4", CPU, 1, 128, 512),
         "rounded in groups, and scales of rows": {**rows, "activation": "fp8_group"},
@@ -110,12 +152,16 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
 
 
 def test_rows_that_leave_no_room_for_a_ring_are_left_to_others() -> None:
-    """Scales of 448 groups for each of 16 rows, in slots for all tiles of a pass, are more than shared memory."""
+    """Scales of 832 groups for each of 16 rows, in slots for all tiles of a pass, are more than shared memory."""
     meta = Draw(torch.float32, torch.device("meta"))
     shapes = {"8B": (4096, 14336), "of Mistral Large": (12288, 28672), "405B": (16384, 53248)}
     names = {name: taken(called("packed4, short", meta, 8, *shape), 8) for name, shape in shapes.items()}
 
-    assert names == {"8B": ["cuda.quantised_linear_to_8"], "of Mistral Large": [], "405B": []}
+    assert names == {
+        "8B": ["cuda.quantised_linear_to_8"],
+        "of Mistral Large": ["cuda.quantised_linear_to_8"],
+        "405B": [],
+    }
 
 
 def launches(record: Record, sample: Sample) -> tuple[Launch, ...]:
@@ -124,11 +170,18 @@ def launches(record: Record, sample: Sample) -> tuple[Launch, ...]:
 
 
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_it_compiles_for_hopper(format: str) -> None:
-    launch = launches(RECORDS[1], called(format, CPU, 8, 128, 1024, bias=True))[-1]
+def test_it_compiles_for_hopper(format: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """With as few registers as its threads may have, and without more memory for them."""
+    launch = launches(RECORDS[1], called(format, CPU, 8, 128, 1024, bias=True, dtype=dtype))[-1]
+    for tiles in (1, 4 if launch.block > 512 else 8):  # that share a reading of x
+        constants = {**launch.constants, "PASS": tiles}
+        cubin = cuda_source.compiled("linear/stream.cu", tuple(constants.items()), HOPPER)
+        used = resource_usage(cubin, tmp_path)
 
-    assert cuda_source.compiled("linear/stream.cu", tuple(launch.constants.items()), HOPPER).startswith(b"\x7fELF")
+        assert used["REG"] * launch.block <= 65536
+        assert (used["STACK"], used["LOCAL"]) == (0, 0)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
@@ -163,6 +216,15 @@ def test_products(gpu: Draw, format: str, outputs: int, inputs: int) -> None:
     torch.testing.assert_close(together.float(), expected, rtol=1e-2, atol=1e-2)
     for rows in (1, 2, 3, 7):
         assert torch.equal(run({**sample, "input": sample["input"][:, :rows]}, rows), together[:, :rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_in_float16(gpu: Draw, format: str) -> None:
+    sample = called(format, gpu, 8, 2000, 4096, bias=True, dtype=torch.float16)
+    expected = quantised_linear(**{**sample, "input": sample["input"].float(), "bias": sample["bias"].float()})
+
+    torch.testing.assert_close(run(sample, 8).float(), expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.gpu

@@ -58,12 +58,16 @@ def compiled(launch: Launch, types: Mapping[str, TensorType]) -> Any:
 
 def stack_bytes(made: Any, folder: Path) -> int:
     """What a thread of a compiled kernel keeps in memory, as what it has no registers for. `folder`: for a file."""
+    return resource_usage(made.asm["cubin"], folder)["STACK"]
+
+
+def resource_usage(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What a thread takes, by cuobjdump's names: registers (`REG`), and bytes of memory in place of some (`STACK`)."""
     from triton import knobs
 
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(made.asm["cubin"])
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
     usage = subprocess.run(
-        [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)], check=True, capture_output=True, text=True
+        [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)], check=True, capture_output=True, text=True
     )
-    (found,) = re.findall(r"STACK:(\d+)", usage.stdout)
-    return int(found)
+    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", usage.stdout)}
