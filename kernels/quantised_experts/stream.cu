@@ -173,10 +173,15 @@ struct Item {
   int expert, first, count;
 };
 
+struct alignas(16) Four {
+  int each[4];
+};
+
 // What lies in front of the ring.
 struct alignas(128) Head {
   u64 full[MAX_STAGES], empty[MAX_STAGES], summed[BUFFERS], added[BUFFERS];
-  int num_items, num_leading[MAX_PAIRS], expert_of[MAX_PAIRS], ordered[MAX_PAIRS];
+  Four expert_of[MAX_PAIRS / 4], leads[MAX_PAIRS / 4];    // experts of pairs, and of those that are the first of an item
+  int num_items, ordered[MAX_PAIRS];
   Item items[MAX_PAIRS];
   alignas(16) Sums sums[BUFFERS];
 };
@@ -197,35 +202,43 @@ struct Place {
 
 // All threads: the pairs in the order of experts, and of their numbers, and the items. What is no expert's is left out.
 __device__ __forceinline__ void put_into_order(Head& head, const i64* ids, i64 token_stride, i64 stride, int pairs) {
-  const int own = threadIdx.x;
+  const int own = threadIdx.x, fours = (pairs + 3) / 4;
   int expert = EXPERTS, before = 0, same = 0, all = 0;
+  bool leads = false;
   if (own < pairs) {
     const i64 id = ids[own / TOP_K * token_stride + own % TOP_K * stride];
     expert = id < 0 || id >= EXPERTS ? EXPERTS : (int)id;
-    head.expert_of[own] = expert;
   }
+  if (own < 4 * fours) head.expert_of[own / 4].each[own % 4] = own < pairs ? expert : EXPERTS + 1;
   __syncthreads();
-  if (own < pairs) {
-    for (int other = 0; other < pairs; other++) {
-      const int found = head.expert_of[other];
-      before += found < expert;
-      same += found == expert && other < own;
-      all += found == expert;
+  if (own < 4 * fours) {
+#pragma unroll 1
+    for (int four = 0; four < fours; four++) {
+      const Four found = head.expert_of[four];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        before += found.each[i] < expert;
+        same += found.each[i] == expert && 4 * four + i < own;
+        all += found.each[i] == expert;
+      }
     }
-    const bool leads = expert < EXPERTS && same % COLUMNS == 0;
-    head.num_leading[own] = leads;
+    leads = expert < EXPERTS && same % COLUMNS == 0;
+    head.leads[own / 4].each[own % 4] = leads ? expert : EXPERTS;
     if (expert < EXPERTS) head.ordered[before + same] = own;
   }
   __syncthreads();
   if (own < pairs) {
     int item = same / COLUMNS, leading = 0;
-    for (int other = 0; other < pairs; other++) {
-      const int leads = head.num_leading[other];
-      leading += leads;
-      item += leads && head.expert_of[other] < expert;
+#pragma unroll 1
+    for (int four = 0; four < fours; four++) {
+      const Four found = head.leads[four];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        item += found.each[i] < expert;
+        leading += found.each[i] < EXPERTS;
+      }
     }
-    if (head.num_leading[own])
-      head.items[item] = {expert, before + same, all - same < COLUMNS ? all - same : COLUMNS};
+    if (leads) head.items[item] = {expert, before + same, all - same < COLUMNS ? all - same : COLUMNS};
     if (own == 0) head.num_items = leading;
   }
   __syncthreads();
@@ -521,8 +534,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_experts(
     barrier_init_fence();
   }
   put_into_order(head, ids, ids_token_stride, ids_stride, (int)num_pairs);
-  const i64 tiles = (i64)head.num_items * TILES;
-  const int first = (int)(tiles * blockIdx.x / gridDim.x), end = (int)(tiles * (blockIdx.x + 1) / gridDim.x);
+  const u32 tiles = head.num_items * TILES;
+  const int first = tiles * blockIdx.x / gridDim.x, end = tiles * (blockIdx.x + 1) / gridDim.x;
   const u32 ring = shared_address(memory + sizeof(Head));
   if (warp == COPYING_WARP) {
     if (elected()) copy_weights(head, weights, scales, ring, first, end);
