@@ -15,7 +15,7 @@ from precast.ir.memory.liveness import Operand
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.experts.launches import Tiles
-from precast.kernels.quantised_experts import launches
+from precast.kernels.quantised_experts import launches, streamed
 from precast.kernels.records import Launch
 from precast.kernels.use import Target, Use
 from support.expert_layers import SHAPES, Shape, bound_of
@@ -107,7 +107,8 @@ def use_of(case: Case, tokens: int) -> Use:
         args |= dict.fromkeys(("up_block", "down_block"), Items((Const(BLOCK), Const(BLOCK))))
     node = Node("precast.quantised_experts", args, (Value("y", types["x"]),), 1)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    return Use(node, {name: Operand(kind, True) for name, kind in types.items()}, Target("cuda", capability))
+    operands = {name: Operand(kind, True, not name.startswith(("up", "down"))) for name, kind in types.items()}
+    return Use(node, operands, Target("cuda", capability))
 
 
 def few_launches(
@@ -120,6 +121,29 @@ def few_launches(
 def grouped_launches(use: Use, tokens: int, up: Tiles | None = None, down: Tiles | None = None) -> tuple[Launch, ...]:
     """Launches over pairs in the order of experts, as a step of so many tokens has them."""
     return launches.grouped(bound_of(tokens), up, down)(use)
+
+
+def streamed_launches(use: Use, tokens: int) -> dict[str, tuple[Launch, ...]]:
+    """The weight stream of 8 columns, and of 16, if it takes a step of so many tokens."""
+    found = {}
+    for name, few in (("stream", streamed.FEW), ("stream_of_16", streamed.MORE)):
+        # A step of as many tokens as there are pairs for, whether a record has it or not.
+        few = few._replace(
+            tokens=tokens, pairs=max(few.pairs, streamed.MORE.pairs) if tokens > few.tokens else few.pairs
+        )
+        if use.target.capability == (9, 0) and streamed.is_taken(use, few):
+            found[name] = streamed.run(use, few)
+    return found
+
+
+def quick_launches(use: Use, tokens: int) -> dict[str, tuple[Launch, ...]]:
+    """What is compared without a search: the stream, and Triton's, as it is built in and otherwise."""
+    made = streamed_launches(use, tokens)
+    if tokens > streamed.FEW.tokens:
+        return made | {"grouped": grouped_launches(use, tokens)}
+    made |= {"few": few_launches(use), "few_asking_ahead": few_launches(use, asks_ahead=True)}
+    made["few_of_256"] = few_launches(use, Tiles(8, 32, 256, 4, 3, True), Tiles(8, 32, 256, 4, 3, True), splits=2)
+    return made | ({"grouped": grouped_launches(use, tokens)} if tokens > 2 else {})
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -157,23 +181,13 @@ def whole_layer(case: Case, layer: dict[str, torch.Tensor]) -> dict[str, torch.T
 # --- compiling -----------------------------------------------------------------------------------------------------
 
 
-def compile_all(job: tuple[str, tuple[int, ...], int, int]) -> int:
+def compile_all(job: tuple[str, tuple[int, ...], int, int, bool]) -> int:
     """In a process of its own: what is going to be launched for a case in steps of so many tokens, into Triton's
     cache; every `step`-th from `first` on. How many failed."""
-    name, steps, first, step = job
+    name, steps, first, step, is_quick = job
     os.environ["OMP_NUM_THREADS"] = "1"
-    use, found = use_of(CASES[name], 16), list[Launch]()
-    found += [few_launches(use, up=each)[0] for each in FEW_UP] + [few_launches(use, down=each)[1] for each in FEW_DOWN]
-    for down in FEW_DOWN:
-        found += few_launches(use, None, down, asks_ahead=True)[1:]
-        for splits in SPLITS:
-            found += few_launches(use, None, down, splits=splits)[1:]
-    found += few_launches(use)
-    for tokens in steps:
-        ups, downs = tiles_for(tokens)
-        found += grouped_launches(use, tokens)
-        found += [grouped_launches(use, tokens, up=each)[-3] for each in ups]
-        found += [grouped_launches(use, tokens, down=each)[-2] for each in downs]
+    use = use_of(CASES[name], 16)
+    found = _quickly(use, steps) if is_quick else _searched(use, steps)
     different = {repr((each.kernel, sorted(each.constants.items()), each[4:], each.args)): each for each in found}
     types = {name: operand.type for name, operand in use.operands.items()} | {"out.0": use.result}
     empty = {
@@ -189,11 +203,34 @@ def compile_all(job: tuple[str, tuple[int, ...], int, int]) -> int:
     return failed
 
 
-def compile_for(names: Sequence[str], steps: tuple[int, ...]) -> None:
+def _quickly(use: Use, steps: Sequence[int]) -> list[Launch]:
+    """Triton's of what is compared without a search."""
+    found = [launch for tokens in steps for way in quick_launches(use, tokens).values() for launch in way]
+    return [launch for launch in found if ".cu:" not in launch.kernel]
+
+
+def _searched(use: Use, steps: Sequence[int]) -> list[Launch]:
+    """All that is tried."""
+    found = list[Launch]()
+    found += [few_launches(use, up=each)[0] for each in FEW_UP] + [few_launches(use, down=each)[1] for each in FEW_DOWN]
+    for down in FEW_DOWN:
+        found += few_launches(use, None, down, asks_ahead=True)[1:]
+        for splits in SPLITS:
+            found += few_launches(use, None, down, splits=splits)[1:]
+    found += few_launches(use)
+    for tokens in steps:
+        ups, downs = tiles_for(tokens)
+        found += grouped_launches(use, tokens)
+        found += [grouped_launches(use, tokens, up=each)[-3] for each in ups]
+        found += [grouped_launches(use, tokens, down=each)[-2] for each in downs]
+    return found
+
+
+def compile_for(names: Sequence[str], steps: tuple[int, ...], *, is_quick: bool = False) -> None:
     """Compile in as many processes as there are cores what is measured of these cases."""
     started = time.perf_counter()
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
-    jobs = [(name, steps, first, workers) for first in range(workers) for name in names]
+    jobs = [(name, steps, first, workers, is_quick) for first in range(workers) for name in names]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failed = sum(pool.map(compile_all, jobs, chunksize=1))
     print(f"compiled in {time.perf_counter() - started:.0f} s, {failed} failed", flush=True)

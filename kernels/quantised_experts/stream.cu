@@ -2,11 +2,11 @@
 // experts, as fast as memory gives the weights of the experts that have any.
 //
 // The weights lie as a checkpoint has them, w[experts, ROWS, SIZE_K] in few bits. Each CTA puts the pairs into the order
-// of experts, which are up to 8 pairs of an expert an item, 16 rows of whose weight a tile; and the CTAs, one to an SM,
-// share the tiles of all items out in runs. In a CTA
+// of experts, of which up to COLUMNS of an expert are an item, and 16 rows of its weight a tile; and the CTAs, one to an
+// SM, share the tiles of all items out in runs. In a CTA
 //
 //   - one thread copies rows into a ring in shared memory, far ahead of those who read it;
-//   - sixteen warps multiply: mma.m16n8k16 with the weights as its 16 rows and the item's rows of x as its 8 columns.
+//   - sixteen warps multiply: mma.m16n8k16 with the weights as its 16 rows and rows of x of the item as its 8 columns.
 //     They take turns at runs of STEP k, so that each has its part of x in registers, as long as the item is the same.
 //     Weights become operands in registers: the same k of w and x meet, in whatever order;
 //   - two warps add up the sixteen sums of each tile, in one order, and write what is made of them.
@@ -29,6 +29,8 @@
 //   GATED            w has ROWS = 2 * SIZE_N rows, gates before values, and y is f(gate) * (value + OFFSET); with LIMIT,
 //                    values are between -LIMIT and it, and gates not above it. Else ROWS is SIZE_N
 //   WIDE             y is float32; else of the type of x, bfloat16
+//   COLUMNS=n        8 or 16
+//   MOST_PAIRS=n     there are no more pairs: a multiple of 16
 //   PIECES=n         a row is copied in so many pieces of the same length
 //   STAGES=n         pieces of 16 rows in the ring
 //
@@ -45,19 +47,20 @@
 //   WHOLE=n          sums are multiplied with whole[experts, n], float32, n being 1 or ROWS, or DIVIDED by it
 //   STEP=n           k that a warp takes at a time: a multiple of 32, or of 16 for FLOAT8
 //
-// A row of a piece is a multiple of 16 bytes and of STEP k. x lies in row-major order, aligned to 16 bytes. At most
-// MAX_PAIRS pairs.
+// A row of a piece is a multiple of 16 bytes and of STEP k. x lies in row-major order, aligned to 16 bytes.
 
 #include "half.cuh"
 #include "few_bits.cuh"
 
 constexpr int TILE = 16;              // rows of w in a tile
-constexpr int COLUMNS = 8;            // rows of x in an item
+constexpr int EIGHTS = COLUMNS / 8;   // of rows of x in an item
 constexpr int WARPS = 16;             // that multiply
 constexpr int COPYING_WARP = WARPS, FIRST_ADDING_WARP = WARPS + 1, ADDING_WARPS = 2;
 constexpr int THREADS = 32 * (WARPS + 1 + ADDING_WARPS);
-constexpr int MAX_STAGES = 12, MAX_PAIRS = 128;
+constexpr int MAX_STAGES = 12;
+static_assert(MOST_PAIRS <= THREADS, "a thread has a pair");
 constexpr int BUFFERS = 2;            // tiles whose sums are in shared memory
+constexpr int CHAINS = 2 / EIGHTS;    // sums of a warp for the same result: an mma need not wait for the one before it
 
 #ifdef FLOAT8
 constexpr int BITS = 8;               // of a weight
@@ -180,12 +183,12 @@ struct alignas(16) Four {
 // What lies in front of the ring.
 struct alignas(128) Head {
   u64 full[MAX_STAGES], empty[MAX_STAGES], summed[BUFFERS], added[BUFFERS];
-  Four expert_of[MAX_PAIRS / 4], leads[MAX_PAIRS / 4];    // experts of pairs, and of those that are the first of an item
-  int num_items, ordered[MAX_PAIRS];
-  Item items[MAX_PAIRS];
+  Four expert_of[MOST_PAIRS / 4], leads[MOST_PAIRS / 4];    // experts of pairs, and of those that are the first of an item
+  int num_items, ordered[MOST_PAIRS];
+  Item items[MOST_PAIRS];
   alignas(16) Sums sums[BUFFERS];
 };
-static_assert(sizeof(Head) == 19712, "as streamed.py has it");
+static_assert(sizeof(Head) == 256 + 24 * MOST_PAIRS + 2048 * COLUMNS, "as streamed.py has it");
 
 // A place in a ring: whoever walks it meets each barrier in one phase after the other.
 struct Place {
@@ -276,14 +279,15 @@ __device__ __forceinline__ void copy_weights(
   }
 }
 
-typedef u32 Inputs[PIECES * EACH][UNITS][WORD / 2];
+typedef u32 Inputs[PIECES * EACH][UNITS][EIGHTS][WORD / 2];
+typedef float Products[EIGHTS][CHAINS][4];
 
 struct alignas(2 * WORD) Neighbours {
   u32 words[WORD / 2];
 };
 
-// A lane's part of a row of x, as operands: of each unit the k of its word.
-__device__ __forceinline__ void load_inputs(Inputs& inputs, const Element* x, bool is_row) {
+// A lane's part of a row of x, one of eight, as operands: of each unit the k of its word.
+__device__ __forceinline__ void load_inputs(Inputs& inputs, int eight, const Element* x, bool is_row) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < PIECES * EACH; i++) {
@@ -293,11 +297,11 @@ __device__ __forceinline__ void load_inputs(Inputs& inputs, const Element* x, bo
       Neighbours found = {};
       if (is_row && step < STEPS)
         found = *(const Neighbours*)(x + i / EACH * PIECE + step * STEP + unit * UNIT + lane % 4 * WORD);
+      for (int j = 0; j < WORD / 2; j++)
 #if defined(FLOAT8)
-      for (int j = 0; j < WORD / 2; j++) inputs[i][unit][j] = found.words[j];
+        inputs[i][unit][eight][j] = found.words[j];
 #else    // nibbles j and j + 4 are a pair
-      for (int j = 0; j < 4; j++)
-        inputs[i][unit][j] = __byte_perm(found.words[j / 2], found.words[j / 2 + 2], j % 2 ? 0x7632 : 0x5410);
+        inputs[i][unit][eight][j] = __byte_perm(found.words[j / 2], found.words[j / 2 + 2], j % 2 ? 0x7632 : 0x5410);
 #endif
     }
   }
@@ -305,24 +309,28 @@ __device__ __forceinline__ void load_inputs(Inputs& inputs, const Element* x, bo
 
 // Adds the product of a unit: `above` and `below` are words of rows lane / 4 and 8 below.
 __device__ __forceinline__ void multiply_unit(
-    float (&sums)[2][4], u32 above, u32 below, const u32 (&inputs)[WORD / 2], u32 scale_above, u32 scale_below, int turn) {
-#if defined(FLOAT8)
-  const u32 a[4] = {elements_of_float8(above, 0), elements_of_float8(below, 0), elements_of_float8(above, 1),
-                    elements_of_float8(below, 1)};
-  multiply_add(sums[turn % 2], a, inputs[0], inputs[1]);
-#else
+    Products& sums, u32 above, u32 below, const u32 (&inputs)[EIGHTS][WORD / 2], u32 scale_above, u32 scale_below,
+    int unit) {
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-#ifdef FP4
+  for (int i = 0; i < WORD / 4; i++) {
+#if defined(FLOAT8)
+    const u32 a[4] = {elements_of_float8(above, 0), elements_of_float8(below, 0), elements_of_float8(above, 1),
+                      elements_of_float8(below, 1)};
+#elif defined(FP4)
     const u32 a[4] = {scaled_fp4(above, 2 * i, scale_above), scaled_fp4(below, 2 * i, scale_below),
                       scaled_fp4(above, 2 * i + 1, scale_above), scaled_fp4(below, 2 * i + 1, scale_below)};
 #else
     const u32 a[4] = {elements_of_nibbles(above, 2 * i, ZERO), elements_of_nibbles(below, 2 * i, ZERO),
                       elements_of_nibbles(above, 2 * i + 1, ZERO), elements_of_nibbles(below, 2 * i + 1, ZERO)};
 #endif
-    multiply_add(sums[i], a, inputs[2 * i], inputs[2 * i + 1]);
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++)
+      multiply_add(sums[eight][(unit * (WORD / 4) + i) % CHAINS], a, inputs[eight][2 * i], inputs[eight][2 * i + 1]);
   }
-#endif
+}
+
+__device__ __forceinline__ float total(const float (&sums)[CHAINS][4], int j) {
+  return CHAINS == 1 ? sums[0][j] : sums[0][j] + sums[CHAINS - 1][j];
 }
 
 #ifndef FP4
@@ -359,7 +367,7 @@ __device__ __forceinline__ void load_scales(
 // A warp's part of a tile's product with a piece of x: of each STEP, whose turn it is. `rows` is where the lane points
 // ldmatrix to, `scales` where those of its first word are.
 __device__ __forceinline__ void multiply_piece(
-    float (&sums)[2][4], const Inputs& inputs, int piece, u32 rows, const unsigned char* scales
+    Products& sums, const Inputs& inputs, int piece, u32 rows, const unsigned char* scales
 #if !defined(FP4) && defined(GROUP)
     , const GroupScales& group_scales
 #endif
@@ -368,9 +376,9 @@ __device__ __forceinline__ void multiply_piece(
   for (int i = 0; i < EACH; i++) {
     if ((i + 1) * WARPS > STEPS && i * WARPS + threadIdx.x / 32 >= STEPS) break;
 #if !defined(FP4) && defined(GROUP)
-    float part[2][4] = {};
+    Products part = {};
 #else
-    float(&part)[2][4] = sums;
+    Products& part = sums;
 #endif
 #pragma unroll
     for (int unit = 0; unit < UNITS; unit++) {
@@ -390,7 +398,8 @@ __device__ __forceinline__ void multiply_piece(
     }
 #if !defined(FP4) && defined(GROUP)
 #pragma unroll
-    for (int j = 0; j < 4; j++) sums[0][j] += (part[0][j] + part[1][j]) * group_scales[i][j / 2];
+    for (int j = 0; j < 4 * EIGHTS; j++)
+      sums[j / 4][0][j % 4] += total(part[j / 4], j % 4) * group_scales[i][j % 4 / 2];
 #endif
   }
 }
@@ -410,15 +419,19 @@ __device__ __forceinline__ void multiply(
   for (int tile = first; tile < end; tile++) {
     if (tile / TILES != item) {
       item = tile / TILES;
-      const bool is_row = lane / 4 < head.items[item].count;
-      const int pair = is_row ? head.ordered[head.items[item].first + lane / 4] : 0;
+#pragma unroll
+      for (int eight = 0; eight < EIGHTS; eight++) {
+        const int column = 8 * eight + lane / 4;
+        const bool is_row = column < head.items[item].count;
+        const int pair = is_row ? head.ordered[head.items[item].first + column] : 0;
 #ifdef OF_TOKENS
-      load_inputs(inputs, x + (i64)(pair / TOP_K) * SIZE_K, is_row);
+        load_inputs(inputs, eight, x + (i64)(pair / TOP_K) * SIZE_K, is_row);
 #else
-      load_inputs(inputs, x + (i64)pair * SIZE_K, is_row);
+        load_inputs(inputs, eight, x + (i64)pair * SIZE_K, is_row);
 #endif
+      }
     }
-    float sums[2][4] = {};
+    Products sums = {};
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
 #if !defined(FP4) && defined(GROUP)
@@ -439,8 +452,8 @@ __device__ __forceinline__ void multiply(
     }
     barrier_wait(shared_address(&head.added[buffer.at]), buffer.parity);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      head.sums[buffer.at][warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[0][j] + sums[1][j];
+    for (int j = 0; j < 4 * EIGHTS; j++)
+      head.sums[buffer.at][warp][lane / 4 + j % 4 / 2 * 8][j / 4 * 8 + lane % 4 * 2 + j % 2] = total(sums[j / 4], j % 4);
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&head.summed[buffer.at]));
     buffer.advance(BUFFERS);
@@ -474,41 +487,53 @@ __device__ __forceinline__ Result result_of(float value) {
 #endif
 }
 
+// Writes what is made of the sums of a column of a tile: of row n of the expert's, and if it is there of the second.
+__device__ __forceinline__ void write_results(Result* to, int n, int second, float value, float other) {
+#ifdef GATED
+  to[n] = result_of(activated(value, other));
+#else
+  to[n] = result_of(activated(value, 0.0f));
+  if (second < ROWS) to[second] = result_of(activated(other, 0.0f));
+#endif
+}
+
 // The tiles from `first` to `end`: adds up the warps' sums, and writes what is made of them.
 __device__ __forceinline__ void add_up(
     Head& head, Result* y, const unsigned char* scales, const float* whole, const Element* bias, int first, int end) {
-  const int own = threadIdx.x - 32 * FIRST_ADDING_WARP, row = own / COLUMNS, column = own % COLUMNS;
+  const int own = threadIdx.x - 32 * FIRST_ADDING_WARP, row = own / 8, lane = threadIdx.x % 32;
   Place buffer = {0, 0};
   for (int tile = first; tile < end; tile++) {
     const Item item = head.items[tile / TILES];
     const int n = tile % TILES * TILE_N + row, second = n + (HALVES == 2 ? SIZE_N : 8);
-    const bool is_there = column < item.count, has_second = is_there && second < ROWS;
-    float biases[2] = {}, factors[2] = {}, values[2];
-    if (is_there) factors[0] = factor_of(scales, whole, item.expert, n);
-    if (has_second) factors[1] = factor_of(scales, whole, item.expert, second);
-#ifdef BIAS
-    if (is_there) biases[0] = widened(bias[(i64)item.expert * ROWS + n]);
-    if (has_second) biases[1] = widened(bias[(i64)item.expert * ROWS + second]);
-#endif
-    barrier_wait(shared_address(&head.summed[buffer.at]), buffer.parity);
-    for (int half = 0; half < 2; half++) {
-      float sum = 0.0f;
-      if (is_there)
+    float biases[2] = {}, factors[2] = {}, values[EIGHTS][2];
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) sum += head.sums[buffer.at][warp][row + 8 * half][column];
-      values[half] = sum * factors[half] + biases[half];
+    for (int half = 0; half < 2; half++) {
+      const int own_row = half ? second : n;
+      if (own_row >= ROWS) continue;
+      factors[half] = factor_of(scales, whole, item.expert, own_row);
+#ifdef BIAS
+      biases[half] = widened(bias[(i64)item.expert * ROWS + own_row]);
+#endif
+    }
+    barrier_wait(shared_address(&head.summed[buffer.at]), buffer.parity);
+#pragma unroll
+    for (int i = 0; i < 2 * EIGHTS; i++) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < WARPS; warp++)
+        sum += head.sums[buffer.at][warp][row + i % 2 * 8][i / 2 * 8 + own % 8];
+      values[i / 2][i % 2] = sum * factors[i % 2] + biases[i % 2];
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&head.added[buffer.at]));
+    if (lane == 0) barrier_arrive(shared_address(&head.added[buffer.at]));
     buffer.advance(BUFFERS);
-    if (!is_there) continue;
-    Result* to = y + (i64)head.ordered[item.first + column] * SIZE_N;
-#ifdef GATED
-    to[n] = result_of(activated(values[0], values[1]));
-#else
-    to[n] = result_of(activated(values[0], 0.0f));
-    if (has_second) to[second] = result_of(activated(values[1], 0.0f));
-#endif
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++) {
+      const int column = 8 * eight + own % 8;
+      if (column >= item.count) continue;
+      Result* to = y + (i64)head.ordered[item.first + column] * SIZE_N;
+      write_results(to, n, second, values[eight][0], values[eight][1]);
+    }
   }
 }
 

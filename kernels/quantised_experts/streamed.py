@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
@@ -18,14 +19,11 @@ from precast.kernels.records import Condition, Launch, Pointer, Record
 from precast.kernels.use import Use
 
 _FILE = "precast.kernels.quantised_experts/stream.cu"
-MOST_TOKENS = 8
-"""A step of so many: an expert's pairs are the columns of one mma. With more, experts are shared."""
-_MOST_PAIRS = 128
 _WARPS, THREADS = 16, 32 * 19
 """Warps that multiply; of a block: these, one that copies, and two that add up."""
 _TILE, _NUM_SMS = 16, 132
-_SHARED_BYTES, _HEAD_BYTES = 227 << 10, 19712
-"""Shared memory that a block may have, and what lies in front of the ring."""
+_SHARED_BYTES = 227 << 10
+"""Shared memory that a block may have."""
 _LEAST_STAGES, _MOST_STAGES, _MOST_PIECES = 4, 12, 8
 _ALIGNED = 16
 """Bytes of which a row's piece is a multiple."""
@@ -38,19 +36,32 @@ _FP4 = {"mxfp4": 32, "nvfp4": 16, "nvfp4_divided": 16}
 Constants = dict[str, int | float | bool | str]
 
 
+class Few(NamedTuple):
+    """Steps of up to so many tokens, and so many pairs of a token and an expert, of which so many of an expert are
+    multiplied together."""
+
+    tokens: int
+    pairs: int
+    columns: int
+
+    @property
+    def head_bytes(self) -> int:
+        """What lies in front of the ring in shared memory."""
+        return 256 + 24 * self.pairs + 2048 * self.columns
+
+
+FEW, MORE = Few(8, 128, 8), Few(64, 256, 16)
+"""`MORE` is for `bench_gpu_quantised_experts.py`: no record has it."""
+
+
 class Way(NamedTuple):
     """How a weight goes through shared memory: `step` columns are a warp's at a time; of a row so many pieces are
-    copied, into a ring of so many stages."""
+    copied, into a ring of so many stages, in so many bytes with what lies in front of it."""
 
     step: int
     pieces: int
     stages: int
-    stage_bytes: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of a block."""
-        return _HEAD_BYTES + self.stages * self.stage_bytes
+    shared_bytes: int
 
 
 class _Stored(NamedTuple):
@@ -63,8 +74,9 @@ class _Stored(NamedTuple):
     constants: Constants
 
 
-def way_of(bits: int, group: int | None, row_scales: int, size_k: int) -> Way | None:
+def way_of(bits: int, group: int | None, row_scales: int, size_k: int, few: Few = FEW) -> Way | None:
     """The longest pieces of which four fit into shared memory; None if there are none."""
+    room = _SHARED_BYTES - few.head_bytes
     steps = (32,) if row_scales else (64, 32) if bits == 4 else (64, 32, 16)
     found = []
     for pieces in range(1, _MOST_PIECES + 1):
@@ -74,11 +86,12 @@ def way_of(bits: int, group: int | None, row_scales: int, size_k: int) -> Way | 
             continue
         fitting = [step for step in steps if piece % step == 0 and (group is None or row_scales or group % step == 0)]
         stage_bytes = _TILE * (piece_bytes + (0 if piece_bytes % 32 else 16) + row_scales)
-        stages = min((_SHARED_BYTES - _HEAD_BYTES) // stage_bytes, _MOST_STAGES)
+        stages = min(room // stage_bytes, _MOST_STAGES)
         for step in fitting:
-            turns = -(-piece // step // _WARPS)
-            if stages >= _LEAST_STAGES and pieces * turns * step // 8 <= _MOST_INPUTS:
-                found.append((pieces, pieces * turns * step, -step, Way(step, pieces, stages, stage_bytes)))
+            inputs = pieces * -(-piece // step // _WARPS) * step
+            if stages >= _LEAST_STAGES and inputs // 8 * few.columns // 8 <= _MOST_INPUTS:
+                way = Way(step, pieces, stages, few.head_bytes + stages * stage_bytes)
+                found.append((pieces, inputs, -step, way))
     return min(found)[-1] if found else None
 
 
@@ -115,7 +128,7 @@ def _whole(use: Use, name: str) -> Constants | None:
     return {"WHOLE": 1 if each else 2, "DIVIDED": use.constant("format") == "nvfp4_divided"}
 
 
-def _product(use: Use, name: str) -> tuple[Way, Constants] | None:
+def _product(use: Use, name: str, few: Few) -> tuple[Way, Constants] | None:
     """How a weight is gone through, and the constants of how it is stored; None if the stream can't take it."""
     sizes = launches.sizes_of(use)
     if sizes is None:
@@ -124,21 +137,21 @@ def _product(use: Use, name: str) -> tuple[Way, Constants] | None:
     stored, whole = _stored(use, name, size_k), _whole(use, name)
     if stored is None or whole is None or size_n % 8:
         return None
-    way = way_of(stored.bits, stored.group, stored.row_scales, size_k)
+    way = way_of(stored.bits, stored.group, stored.row_scales, size_k, few)
     if way is None:
         return None
     constants = stored.constants | whole | {"STEP": way.step, "PIECES": way.pieces, "STAGES": way.stages}
+    constants |= {"COLUMNS": few.columns, "MOST_PAIRS": few.pairs}
     return way, constants | {"SIZE_N": size_n, "SIZE_K": size_k}
 
 
-def is_taken(use: Use) -> bool:
+def is_taken(use: Use, few: Few) -> bool:
     """Whether both weights are stored so, and there are few enough pairs."""
     sizes = launches.sizes_of(use)
-    if sizes is None or sizes.top_k * MOST_TOKENS > _MOST_PAIRS or rounding_of(use) != "none":
+    if sizes is None or sizes.top_k * few.tokens > few.pairs or rounding_of(use) != "none":
         return False
-    return use.constant("format") in (*_FP4, "packed4", "fp8") and None not in (
-        _product(use, "up"), _product(use, "down"),
-    )  # fmt: skip
+    is_format = use.constant("format") in (*_FP4, "packed4", "fp8")
+    return is_format and None not in (_product(use, "up", few), _product(use, "down", few))
 
 
 def is_static(use: Use) -> bool:
@@ -166,8 +179,8 @@ def _workspace(use: Use) -> Expr:
     return _rows(use).end
 
 
-def _launch(use: Use, name: str, to: Pointer, rows: Pointer, constants: Constants) -> Launch:
-    sizes, product = launches.known(use), _product(use, name)
+def _launch(use: Use, name: str, few: Few, to: Pointer, rows: Pointer, constants: Constants) -> Launch:
+    sizes, product = launches.known(use), _product(use, name, few)
     assert product is not None, "the record's condition"
     way, stored = product
     return Launch(
@@ -198,27 +211,27 @@ def _between(use: Use) -> Constants:
     return made | ({"LIMIT": found["LIMIT"]} if found["IS_GATED"] and found["LIMIT"] else {})
 
 
-def run(use: Use) -> tuple[Launch, ...]:
+def run(use: Use, few: Few = FEW) -> tuple[Launch, ...]:
     """Both products, and the sum."""
     rows = _rows(use)
     # The first waits for the ids before it lets the second start, which so may read them at once, as the sum may.
     first: Constants = {**_between(use), "OF_TOKENS": True, "IDS_ARE_NEW": True}
     return (
-        _launch(use, "up", rows.h, Pointer("x"), first),
-        _launch(use, "down", rows.rows, rows.h, {"WIDE": True}),
+        _launch(use, "up", few, rows.h, Pointer("x"), first),
+        _launch(use, "down", few, rows.rows, rows.h, {"WIDE": True}),
         launches.sum_of_pairs(use, rows.rows, 1),
     )
 
 
 RECORD = Record(
-    name=f"cuda.quantised_experts_to_{MOST_TOKENS}", op="precast.quantised_experts", kind="cuda", devices=("cuda",),
-    min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={"T": (1, MOST_TOKENS)},
+    name=f"cuda.quantised_experts_to_{FEW.tokens}", op="precast.quantised_experts", kind="cuda", devices=("cuda",),
+    min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={"T": (1, FEW.tokens)},
     dtypes=dict.fromkeys(("x", "up_bias", "down_bias"), ("bfloat16",)), workspace=_workspace, runs=run,
     takes=(
         Condition(
             "mxfp4, nvfp4, packed4 without points or fp8, of rows that are not rounded and fit into registers, and 8 n"
-            f" outputs; at most {_MOST_PAIRS // MOST_TOKENS} experts of a token",
-            is_taken,
+            f" outputs; at most {FEW.pairs // FEW.tokens} experts of a token",
+            partial(is_taken, few=FEW),
         ),
         Condition("Triton, which adds up the pairs of a token", lambda use: "triton" in use.target.kinds),
         Condition("weights, scales and biases that no op makes, and rows, in row-major order", is_static),

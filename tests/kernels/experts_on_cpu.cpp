@@ -154,6 +154,7 @@ static std::vector<i64> drawn_ids(int tokens, int how) {
 
 int main(int, char** given) {
   const int tokens = atoi(given[1]), how = atoi(given[2]), pairs = tokens * TOP_K;
+  CHECK(pairs <= MOST_PAIRS);
   gridDim.x = atoi(given[3]);
   shared_bytes = sizeof(Head) + STAGES * STAGE_BYTES;
   CHECK(shared_bytes <= 227 << 10);

@@ -78,19 +78,22 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
     assert {name for name, sample in refused.items() if is_taken(sample)} == set()
 
 
+@pytest.mark.parametrize("few", [streamed.FEW, streamed.MORE], ids=["few", "more"])
 @pytest.mark.parametrize(
     ("bits", "group", "scales", "size_k"),
     [
         (4, 32, 90, 2880),
         (4, 16, 128, 2048),
         (4, 128, 0, 4096),
-        (8, 128, 0, 7168),
+        (8, 128, 0, 4096),
         (8, None, 0, 768),
         (8, None, 0, 2048),
     ],
 )
-def test_ways_have_four_pieces_in_shared_memory(bits: int, group: int | None, scales: int, size_k: int) -> None:
-    way = streamed.way_of(bits, group, scales, size_k)
+def test_ways_have_four_pieces_in_shared_memory(
+    bits: int, group: int | None, scales: int, size_k: int, few: streamed.Few
+) -> None:
+    way = streamed.way_of(bits, group, scales, size_k, few)
 
     assert way is not None
     assert way.stages >= 4
@@ -103,9 +106,10 @@ def test_rows_that_are_too_long_for_registers_are_left_to_others() -> None:
 
 
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
+@pytest.mark.parametrize("few", [streamed.FEW, streamed.MORE], ids=["few", "more"])
 @each_format
-def test_it_compiles_for_hopper(make: Make) -> None:
-    up, down, _ = streamed.run(use_of(sample_of(CPU, make)))
+def test_it_compiles_for_hopper(make: Make, few: streamed.Few) -> None:
+    up, down, _ = streamed.run(use_of(sample_of(CPU, make)), few)
 
     for launch in (up, down):
         assert launch.shared_bytes <= BLOCK_BYTES
@@ -161,6 +165,7 @@ ANY, SOME_OF_NONE, ONE, NONE = range(4)
 """How ids are drawn: `experts_on_cpu.cpp` says."""
 GATED = "-DOF_TOKENS -DIDS_ARE_NEW -DGATED -DACTIVATION=silu -DALPHA=1.702 -DLIMIT=0.7 -DOFFSET=1.0"
 COMMON = "-DEXPERTS=4 -DTOP_K=2 -DBIAS"
+FEW, MORE = "-DCOLUMNS=8 -DMOST_PAIRS=128", "-DCOLUMNS=16 -DMOST_PAIRS=48"
 PACKED4, FLOAT8 = f"{COMMON} -DPACKED4 -DZERO=8", f"{COMMON} -DFLOAT8 -DSCALE_BYTES=4"
 VARIANTS = {
     "mxfp4": f"{COMMON} -DFP4 -DGROUP=32 -DSIZE_N=40 -DSIZE_K=576 -DPIECES=1 -DSTAGES=3 -DSTEP=32 {GATED}",
@@ -179,19 +184,20 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("columns", [FEW, MORE], ids=["few", "more"])
 @pytest.mark.parametrize("defines", VARIANTS.values(), ids=VARIANTS)
-def test_source_on_a_cpu(on_cpu: Callable[..., tuple[float, int]], defines: str) -> None:
+def test_source_on_a_cpu(on_cpu: Callable[..., tuple[float, int]], defines: str, columns: str) -> None:
     """A pair's row has the same bits whatever other pairs there are, and the grid."""
-    steps = ((1, ANY, 1), (1, ANY, 3), (5, SOME_OF_NONE, 2), (8, ANY, 3), (8, ONE, 1))
+    steps = ((1, ANY, 1), (1, ANY, 3), (5, SOME_OF_NONE, 2), (8, ANY, 3), (8 if columns == FEW else 23, ONE, 1))
 
-    found = [on_cpu(defines, *step) for step in steps]
+    found = [on_cpu(f"{defines} {columns}", *step) for step in steps]
 
     assert max(error for error, _ in found) < (2**-16 if "WIDE" in defines else 1.1 * 2**-8)
     assert len({checksum for _, checksum in found}) == 1
 
 
 def test_source_on_a_cpu_without_experts(on_cpu: Callable[..., tuple[float, int]]) -> None:
-    assert on_cpu(VARIANTS["mxfp4"], 3, NONE, 2) == (0.0, 0)
+    assert on_cpu(f"{VARIANTS['mxfp4']} {FEW}", 3, NONE, 2) == (0.0, 0)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
