@@ -245,6 +245,9 @@ __device__ __forceinline__ int bytes_of_scales(int groups) {
 }
 #endif
 
+// A place after the next `length` is the first again; there are as many as tiles in a pass, or no second pass.
+__device__ __forceinline__ int wrapped(int place, int length) { return place < length ? place : place - length; }
+
 // One thread: the pieces of w, in the order in which they are multiplied. It waits for nothing but room in the ring.
 __device__ __forceinline__ void produce_weights(
     const Plan& plan, const unsigned char* w, const unsigned char* scales, const u32* points, int columns, int inputs,
@@ -252,7 +255,10 @@ __device__ __forceinline__ void produce_weights(
   const u64 policy = read_once_policy();
   const int row_bytes = inputs / 8 * BITS, piece_bytes = plan.piece / 8 * BITS;
   Place place = {0, 1};    // the first round finds the ring empty
-  for (int start = plan.first; start < plan.end; start += PASS)
+#ifdef GROUP
+  int scale_slot = 0;
+#endif
+  for (int start = plan.first; start < plan.end; start += PASS) {
     for (int index = 0; index < plan.pieces; index++)
       for (int tile = start; tile < min(start + PASS, plan.end); tile++) {
         const int column = tile * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
@@ -264,7 +270,8 @@ __device__ __forceinline__ void produce_weights(
         const u32 scale_bytes = groups * min(SCALE_ROWS, present) * SCALE_BYTES, point_bytes = groups * point_rows * 4;
         barrier_expect(barrier, bytes * present + (index == 0 ? scale_bytes + point_bytes : 0));
         if (index == 0) {
-          const u32 slot = scale_slots + (tile - plan.first) % plan.scale_slots * bytes_of_scales(groups);
+          const u32 slot =
+              scale_slots + wrapped(scale_slot + tile - start, plan.scale_slots) * bytes_of_scales(groups);
           copy(slot, scales + (i64)(column / SCALED_ROWS) * groups * SCALE_BYTES, scale_bytes, barrier);
 #ifdef POINTS
           const u32* from = points + (i64)column * BITS / 32 * groups;
@@ -293,6 +300,10 @@ __device__ __forceinline__ void produce_weights(
         }
         place.advance(plan.stages);
       }
+#ifdef GROUP
+    scale_slot = wrapped(scale_slot + PASS, plan.scale_slots);
+#endif
+  }
 }
 
 // One warp: the pieces of x, once if they are kept, else once a pass.
@@ -665,6 +676,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   sync_multiplying_warps();
 #endif
   Place w_place = {0, 0}, x_place = {0, 0};
+#ifdef IN_FOUR_BITS
+  bool x_is_new = true;
+#endif
+#ifdef GROUP
+  int scale_slot = 0;
+#endif
   for (int start = plan.first; start < plan.end; start += PASS) {
     const int count = min(PASS, plan.end - start);
     float sums[PASS][2][4] = {};
@@ -700,19 +717,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     for (int index = 0; index < plan.pieces; index++) {
       // Each warp's own steps in the piece; the last piece may be too short for some of the warps.
       const int length = plan.length(index, inputs) - warp * STEP;
-      barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
-      const u32 x_slot = slots + x_place.at * rows * plan.x_pitch, x_rows = x_slot + x_lane;
 #ifdef IN_FOUR_BITS
-      if (start == plan.first || !plan.keeps_x)
-        order_x(x_slot + warp * STEP * sizeof(Input), rows, plan.x_pitch, length);
+      if (x_is_new) {
+        barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
+        order_x(slots + x_place.at * rows * plan.x_pitch + warp * STEP * sizeof(Input), rows, plan.x_pitch, length);
+      }
+#else
+      barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
 #endif
+      const u32 x_rows = slots + x_place.at * rows * plan.x_pitch + x_lane;
 #pragma unroll
       for (int i = 0; i < PASS; i++)
         if (i < count) {
           barrier_wait(shared_address(&head.w_full[w_place.at]), w_place.parity);
           const u32 w_rows = ring + w_place.at * TILE * plan.pitch + w_lane;
 #ifdef GROUP
-          scales_of.tile = tile_scales + (start + i - plan.first) % plan.scale_slots * of_tile;
+          scales_of.tile = tile_scales + wrapped(scale_slot + i, plan.scale_slots) * of_tile;
           scales_of.first = index * plan.piece + warp * STEP;
 #endif
           multiply_piece(sums[i], w_rows, x_rows, length, scales_of);
@@ -725,6 +745,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
       x_place.advance(plan.x_slots);
       if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
     }
+#ifdef IN_FOUR_BITS
+    x_is_new = !plan.keeps_x;
+#endif
+#ifdef GROUP
+    scale_slot = wrapped(scale_slot + PASS, plan.scale_slots);
+#endif
 #pragma unroll
     for (int i = 0; i < PASS; i++)
       if (i < count) {
