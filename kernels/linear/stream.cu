@@ -86,6 +86,7 @@ typedef Element Input;
 constexpr int X_PAD = sizeof(Input) * 128 / BITS;
 #ifdef GROUP
 constexpr int SCALE_ROWS = SCALED_ROWS == 1 ? TILE : 1;    // rows of scales of a tile
+constexpr int SCALE_PAD = SCALE_BYTES == 1 ? PAD : 0;      // bytes after a row of many, as after a piece of w
 #ifdef POINTS
 constexpr int POINT_ROWS = TILE * BITS / 32;               // and of words of points
 #else
@@ -241,7 +242,7 @@ struct Place {
 #ifdef GROUP
 // Of a tile, and its points after them.
 __device__ __forceinline__ int bytes_of_scales(int groups) {
-  return groups * (SCALE_ROWS * SCALE_BYTES + POINT_ROWS * 4);
+  return SCALE_ROWS * (groups * SCALE_BYTES + SCALE_PAD) + POINT_ROWS * groups * 4;
 }
 #endif
 
@@ -268,10 +269,9 @@ __device__ __forceinline__ void produce_weights(
 #ifdef GROUP    // all of a tile's scales come with its first piece
         const int groups = inputs / GROUP, point_rows = min(POINT_ROWS, (present * BITS + 31) / 32);
         const u32 scale_bytes = groups * min(SCALE_ROWS, present) * SCALE_BYTES, point_bytes = groups * point_rows * 4;
+        const u32 slot = scale_slots + wrapped(scale_slot + tile - start, plan.scale_slots) * bytes_of_scales(groups);
         barrier_expect(barrier, bytes * present + (index == 0 ? scale_bytes + point_bytes : 0));
-        if (index == 0) {
-          const u32 slot =
-              scale_slots + wrapped(scale_slot + tile - start, plan.scale_slots) * bytes_of_scales(groups);
+        if (index == 0 && SCALE_PAD == 0) {
           copy(slot, scales + (i64)(column / SCALED_ROWS) * groups * SCALE_BYTES, scale_bytes, barrier);
 #ifdef POINTS
           const u32* from = points + (i64)column * BITS / 32 * groups;
@@ -298,6 +298,18 @@ __device__ __forceinline__ void produce_weights(
             to += TILE_COLUMNS * plan.pitch;
           }
         }
+#ifdef IN_FP4    // after the weights, which are more
+        if (index == 0) {
+          const unsigned char* from = scales + (i64)column * groups;
+          u32 to_row = slot;
+#pragma unroll 4
+          for (int row = 0; row < present; row++) {
+            copy(to_row, from, groups, barrier);
+            to_row += groups + SCALE_PAD;
+            from += groups;
+          }
+        }
+#endif
         place.advance(plan.stages);
       }
 #ifdef GROUP
@@ -455,7 +467,7 @@ __device__ __forceinline__ void multiply_piece(
     u32 stored[2][STEP / GROUP / 4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      load_words(stored[j], shared_address(of_tile.tile) + (lane / 4 + 8 * j) * of_tile.groups +
+      load_words(stored[j], shared_address(of_tile.tile) + (lane / 4 + 8 * j) * (of_tile.groups + SCALE_PAD) +
                                 (of_tile.first + k) / GROUP);
 #ifdef MXFP4
 #pragma unroll

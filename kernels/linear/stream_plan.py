@@ -73,8 +73,9 @@ class Stored(NamedTuple):
         """Bytes of a tile's scales of groups, and of points."""
         if self.group is None:
             return 0
-        a_group = (1 if self.share else TILE) * self.scale_bytes + (TILE * self.bits // 8 if self.points else 0)
-        return inputs // self.group * a_group
+        groups, rows = inputs // self.group, 1 if self.share else TILE
+        pad = _PAD if self.scale_bytes == 1 else 0
+        return rows * (groups * self.scale_bytes + pad) + (groups * TILE * self.bits // 8 if self.points else 0)
 
     def x_scales(self, inputs: int) -> int:
         """Bytes of the scales of groups of x, which it has if it is stored in few bits as well."""

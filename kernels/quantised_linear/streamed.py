@@ -53,7 +53,8 @@ _WAYS: dict[int, dict[int, tuple[Way, ...]]] = {
         4: (Way(piece=4096, kept_bytes=72 << 10), Way(piece=2048, kept_bytes=72 << 10)),
     },
 }
-"""By the most rows, and by a weight's bits: the first that leaves room for a ring."""
+"""By the most rows, and by a weight's bits: the first with which the ring has `_ENOUGH_STAGES`, or the most."""
+_ENOUGH_STAGES = 3
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -140,8 +141,9 @@ def _plan(use: Use, most: int) -> Plan | None:
     if lies is None or sizes is None:
         return None
     stored = lies.stored
-    plans = (plan_that_fits(way, most, sizes.outputs, sizes.inputs, stored=stored) for way in _WAYS[most][stored.bits])
-    return next((plan for plan in plans if plan is not None), None)
+    found = (plan_that_fits(way, most, sizes.outputs, sizes.inputs, stored=stored) for way in _WAYS[most][stored.bits])
+    plans = [plan for plan in found if plan is not None]
+    return max(plans, key=lambda plan: min(plan.stages, _ENOUGH_STAGES), default=None)
 
 
 def _launches(use: Use, most: int) -> tuple[Launch, ...]:
