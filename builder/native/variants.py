@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from precast.ir.errors import TargetError
 from precast.ir.graph.logit_parts import in_parts
-from precast.ir.graph.schema import Apply, Graph, Node
+from precast.ir.graph.schema import Apply, Graph, Node, Recipe, Transpose
 from precast.ir.graph.world import bound
 from precast.ir.memory.capture import MOST_TOKENS
 from precast.ir.native import world_text
+from precast.ir.weights import recipes
+from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.choices import Case, cases
 from precast.kernels.collectives.launches import Among
 from precast.kernels.collectives.ways import MAX_PEERS
@@ -37,6 +39,7 @@ from precast.kernels.step_launches import (
     sums_launched,
 )
 from precast.kernels.use import Target, types_in, uses_in
+from precast.kernels.without_torch.copies import REARRANGED, rearranged, rearranged_key
 
 _ODD = (1, 2, 3, 5, 17)
 """Numbers of tokens and sequences that make addresses and strides as uneven as they get."""
@@ -116,9 +119,21 @@ def variants(graph: Graph, targets: Sequence[Target], among: Among | None = None
             seen.setdefault(launch.key, _Seen(launch)).add(launch.values(), is_round=False)
         named = sums_launched(graph, targets[0], among)
         found = {key: [Variant(launch, key, known, (), (), ())] for launch, key, known in named}
+    found |= {variant.key: [variant] for variant in _of_load(graph)}
     found |= {key: list(each.variants()) for key, each in seen.items()}
     in_order = sorted(found, key=lambda key: (found[key][0].launch.kernel, key))
     return [variant for key in in_order for variant in found[key]]
+
+
+def _of_load(graph: Graph) -> Iterator[Variant]:
+    """What a load launches: copies of params whose rows and columns are exchanged."""
+    for size in sorted({element_bytes(param.type.dtype) for param in graph.params if _is_turned(param.recipe)}):
+        if size in REARRANGED:
+            yield Variant(rearranged(), *rearranged_key(REARRANGED[size]), (), (), ())
+
+
+def _is_turned(recipe: Recipe) -> bool:
+    return isinstance(recipe, Transpose) or any(map(_is_turned, recipes.parts(recipe)))
 
 
 def _part_launches(graph: Graph, target: Target, among: Among) -> Iterator[LaunchAt]:

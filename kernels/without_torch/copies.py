@@ -1,18 +1,31 @@
-"""Elements brought from where they lie to where they are wanted: one launch for each tensor that is copied."""
+"""Elements brought from where they lie to where they are wanted: one launch for each tensor that is copied.
+
+A load copies so, too, what stands otherwise in a checkpoint than in memory (`rearranged`): of any sizes and steps, by
+one kernel for each size of an element.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from precast.ir.graph.schema import Expr, Items
+from precast.ir.graph.schema import Dtype, Expr, Items
 from precast.ir.graph.symbols import add, ceildiv, mul, numel
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.fused.launches import tile
+from precast.kernels.launch_key import forms, launch_key
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Use
 
 MAX_AXES = 3
 """Axes before the last whose size isn't 1, for which the kernel has strides."""
+
+REARRANGED: Mapping[int, Dtype] = MappingProxyType({1: "uint8", 2: "float16", 4: "int32"})
+"""By the bytes of an element, as what a load copies it: of its bits nothing is changed."""
+_ROWS, _COLUMNS, _MOST_BLOCKS = 32, 128, 65535
+_SIZES = ("num_rows", "num_columns", "size_a", "size_b", "size_c")
+_STEPS = tuple(f"{of}_{axis}" for of in ("x", "out") for axis in ("a", "b", "c", "column"))
 
 
 def joined(use: Use) -> tuple[Launch, ...]:
@@ -32,6 +45,37 @@ def joined(use: Use) -> tuple[Launch, ...]:
 def dense(use: Use) -> tuple[Launch, ...]:
     """The elements of `self` in row-major order without gaps."""
     return (_copy(use, "self", Pointer("out.0"), _row_major(use.shape("self"))),)
+
+
+def rearranged() -> Launch:
+    """A load's copy, whose sizes and steps are known with its arguments: `rearranged_arguments`."""
+    return Launch(
+        "precast.kernels.without_torch.triton:copy_kernel",
+        (ceildiv("num_rows", _ROWS), ceildiv("num_columns", _COLUMNS)),
+        (Pointer("x"), Pointer("out.0"), *_SIZES, *_STEPS),
+        constants={"ROWS": _ROWS, "COLUMNS": _COLUMNS, "PDL": False},
+    )
+
+
+def rearranged_key(dtype: Dtype) -> tuple[str, tuple[str, ...]]:
+    """The key of its kernel for elements of a type, and the forms of its arguments."""
+    known = forms(rearranged(), lambda _: dtype)
+    return launch_key(rearranged(), known), known
+
+
+def rearranged_arguments(
+    shape: Sequence[int], source: Sequence[int], out: Sequence[int]
+) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
+    """The grid, and the integers after both addresses, for elements of this shape in these steps; None for more axes or
+    elements than the kernel takes."""
+    *outer, columns = shape or (1,)
+    missing = MAX_AXES - len(outer)
+    grid = -(-math.prod(outer) // _ROWS), -(-columns // _COLUMNS), 1
+    if missing < 0 or grid[1] > _MOST_BLOCKS:
+        return None
+    zeros = (0,) * missing
+    sizes = (math.prod(outer), columns, *(1,) * missing, *outer)
+    return grid, (*sizes, *zeros, *(source or (1,)), *zeros, *(out or (1,)))
 
 
 def has_few_axes(use: Use) -> bool:

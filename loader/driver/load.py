@@ -72,7 +72,7 @@ def load_with_driver(
             layer, phase.note = _native_layer(opened, begun.device, options, rules)
         params = weights.placed(planned, graph, begun.device)
     with ThreadPoolExecutor(1, thread_name_prefix="precast-load") as pool, short_turns():
-        streamed = pool.submit(streamed_params, planned, params, ring, begun.device, timeline)
+        streamed = pool.submit(streamed_params, planned, params, ring, begun.device, layer, timeline)
         try:
             runner = ready.runner_ready(
                 options, timeline, opened, graph, layer, params.buffers, begun.device, streamed.done
@@ -102,10 +102,12 @@ def admitted(opened: Bundle, chosen: Chosen) -> tuple[NativeLayer, str]:
     return chosen.layer, chosen.note
 
 
-def streamed_params(planned: Planned, params: Params, ring: Ring, device: DriverDevice, timeline: Timeline) -> None:
+def streamed_params(
+    planned: Planned, params: Params, ring: Ring, device: DriverDevice, layer: NativeLayer, timeline: Timeline
+) -> None:
     """Read all bytes of the params into their places."""
     with timeline.phase("weights") as phase:
-        phase.bytes = weights.stream(planned, params, ring, device)
+        phase.bytes = weights.stream(planned, params, ring, device, layer)
         phase.counters = {"bytes_read": phase.bytes, "bytes_needed": planned.plan.bytes_needed}
         phase.note = ring.note
 

@@ -89,7 +89,7 @@ def move_all(plan: Plan, made: Made) -> None:
     """Move what is in temporary targets to where it belongs, in the plan's order; both are on the host."""
     for move in plan.moves:
         dtype = plan.targets[move.source].dtype
-        put(_seen(made[move.source], dtype), move.view, dtype, made[move.target], move.destination, ())
+        put(_strided(_seen(made[move.source], dtype), move.view), dtype, made[move.target], move.destination, ())
 
 
 def constants(graph: Graph, given: Mapping[str, Any], device: DriverDevice) -> dict[str, Buffer]:
@@ -128,20 +128,26 @@ def check_bytes(checked: Mapping[int, Check], target: int, content: memoryview) 
         raise check.refusal()
 
 
+def check_copy(checked: Mapping[int, Check], copy: Copy, staged: memoryview) -> None:
+    """As `check_bytes`, of what a job has staged for a copy on the device."""
+    if copy.target in checked:
+        check_bytes(checked, copy.target, np.ascontiguousarray(_staged(copy, staged)).reshape(-1).view(np.uint8).data)
+
+
 def put_copy(copy: Copy, staged: memoryview, made: Made) -> None:
     """Put what a job has staged into a target."""
+    put(_staged(copy, staged), copy.dtype, made[copy.target], copy.destination, copy.casts)
+
+
+def _staged(copy: Copy, staged: memoryview) -> npt.NDArray[Any]:
     flat = _seen(np.frombuffer(staged, np.uint8), copy.dtype)
-    first = copy.offset // flat.itemsize
-    source = copy.source._replace(offset=first + copy.source.offset)
-    put(flat, source, copy.dtype, made[copy.target], copy.destination, copy.casts)
+    return _strided(flat, copy.source._replace(offset=copy.offset // flat.itemsize + copy.source.offset))
 
 
 def put(
-    flat: npt.NDArray[Any], view: View, dtype: StoredDtype, raw: npt.NDArray[np.uint8], destination: View, casts: Casts
+    values: npt.NDArray[Any], dtype: StoredDtype, raw: npt.NDArray[np.uint8], destination: View, casts: Casts
 ) -> None:
-    """Put the elements of `flat` that `view` describes, converted to each type of `casts` in turn, into a view of the
-    target whose bytes are `raw`."""
-    values = _strided(flat, view)
+    """Put elements, converted to each type of `casts` in turn, into a view of the target whose bytes are `raw`."""
     for cast in casts:
         values, dtype = converted(values, dtype, cast), cast
     np.copyto(_strided(_seen(raw, dtype), destination), values)

@@ -15,9 +15,10 @@ from precast.ir.manifest import Checkpoint
 from precast.ir.weights import fit, scales
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import element_bytes
+from precast.kernels.without_torch.copies import rearranged_arguments
 from precast.loader.device import aligned
 from precast.loader.weights.parts import Assembly, Target, param_parts
-from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Plan, plan_reads
+from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Copy, Plan, plan_reads
 from precast.loader.weights.stored_checks import Check, checks, is_rounded
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Planned(NamedTuple):
     """Scales that may be rounded while they are read."""
     scales: tuple[str, ...] = ()
     """The params by which caches are divided."""
+    on_device: frozenset[int] = frozenset()
+    """Of the targets that are made on the host, those that copies on the device could make, too."""
 
 
 class Made(Protocol):
@@ -68,12 +71,21 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
     plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
     on_host = {copy.target for job in plan.jobs for copy in job.copies}
-    on_host |= {target for move in plan.moves for target in (move.source, move.target)}
+    moved = {target for move in plan.moves for target in (move.source, move.target)}
+    on_host |= moved
+    others = moved | {copy.target for job in plan.jobs for copy in job.copies if not _is_plain(copy)}
+    on_device = {i for i in on_host - others if plan.targets[i].name is not None}
     found = {check.param: check for check in checks(graph)}
     wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
     rounded = next((check for check in found.values() if is_rounded(check, lambda name: stored[name].dtype)), None)
     divided_by = tuple(scales.names(graph.params))
-    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by)
+    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by, frozenset(on_device))
+
+
+def _is_plain(copy: Copy) -> bool:
+    """Whether elements are brought to other places as they are, and a kernel has as many axes."""
+    found = rearranged_arguments(copy.source.shape, copy.source.strides, copy.destination.strides)
+    return not copy.casts and found is not None
 
 
 def planned_bytes(what: Planned) -> int:

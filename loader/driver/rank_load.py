@@ -91,7 +91,7 @@ def load_rank(options: LoadOptions, timeline: Timeline, context: Future[Begun], 
         check_files(options, opened)
         params = weights.placed(planned, model.graph, device)
     with ThreadPoolExecutor(1, thread_name_prefix="precast-load") as pool, short_turns():
-        streamed = pool.submit(streamed_params, planned, params, ring, device, timeline)
+        streamed = pool.submit(streamed_params, planned, params, ring, device, model.layer, timeline)
         try:
             with device.use(), timeline.phase("launches"), collector_held():
                 kernels = kernels_of(model, device)

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Graph, Recipe, Tie
 from precast.ir.memory.strides import contiguous
+from precast.ir.native import NativeLayer
 from precast.ir.weights import scales
 from precast.ir.weights.sources import Source
 from precast.loader.device import Buffer, Event, aligned, host_bytes
 from precast.loader.driver import library
 from precast.loader.driver.context import Begun
+from precast.loader.driver.copies import Copies
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.param_plan import BUFFER_BYTES, PARAM_ALIGNMENT, Made, Planned, target_bytes
 from precast.loader.weights.files import Range, read_ranges
@@ -128,17 +130,22 @@ def placed(what: Planned, graph: Graph, device: DriverDevice) -> Params:
     return Params(memory, {i: memory.pointer + start for i, start in places.items()}, named, zeroed)
 
 
-def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice) -> int:
-    """Bring all params to their places; the bytes that were read.
+def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice, layer: NativeLayer) -> int:
+    """Bring all params to their places; the bytes that were read. Kernels of the layer copy what they can.
 
     Raises WeightsError (checkpoint-read) for a file that can't be read to its end or whose folder is stopped,
     (checkpoint-changed) for one that somebody writes to, (weights-mismatch) for scales of weights that are no numbers,
     (scale-invalid) for scales of caches that are no numbers above 0.
     """
+    copies = Copies(what, layer, device) if what.on_device else None
+    if copies is not None:
+        what = what._replace(on_host=what.on_host - copies.targets)
     made = _made(what, params)
     parts = ring.parts()
     threads = min(what.files.folder.readers or len(parts), len(parts))
-    num_bytes = share(what.plan.jobs, lambda: _worker(what, params, made, device, parts.pop()), threads, what.files)
+    num_bytes = share(
+        what.plan.jobs, lambda: _worker(what, params, made, device, parts.pop(), copies), threads, what.files
+    )
     with device.use():
         if not isinstance(made, NothingMade):
             made.move_all()
@@ -169,8 +176,9 @@ def _made(what: Planned, params: Params) -> OnHost | NothingMade:
 
 @contextmanager
 def _worker(
-    what: Planned, params: Params, made: OnHost | NothingMade, device: DriverDevice, buffer: Buffer
-) -> Iterator[Worker]:
+    what: Planned, params: Params, made: OnHost | NothingMade, device: DriverDevice, buffer: Buffer,
+    copies: Copies | None,
+) -> Iterator[Worker]:  # fmt: skip
     """Reads into a pinned buffer, and leaves the rest to the device; its stream has run dry at the end."""
     with device.use():
         stream, emptied, view = device.stream(), device.event(), host_bytes(buffer)
@@ -178,7 +186,7 @@ def _worker(
 
         def run(job: Job, source: Source) -> int:
             library.call("cuEventSynchronize", emptied.handle)  # type: ignore[attr-defined]
-            num_bytes = do_job(job, source, buffer.pointer, view, params.at, made, stream, what.checks)
+            num_bytes = do_job(job, source, buffer.pointer, view, params.at, made, stream, what.checks, copies)
             emptied.record(stream)
             made.done(job, stream)
             return num_bytes
@@ -199,21 +207,29 @@ def do_job(
     made: Made,
     stream: int,
     checked: Mapping[int, Check] = MappingProxyType({}),
+    copies: Copies | None = None,
 ) -> int:
     """Read a job's bytes, where they belong or through pinned memory, and make its copies; how many were read.
 
-    Targets are made on the host (`made`), or are on the device (`at` these addresses), where `stream` brings them from
-    `pinned` memory, which is seen by `view`; what of them is to be `checked`, it checks there.
+    Targets are made on the host (`made`), or are on the device (`at` these addresses). There `stream` brings them from
+    `pinned` memory, which is seen by `view`, or `copies` read it; what of them is to be `checked`, it checks there.
     """
+    on_device = [copy for copy in job.copies if copy.target not in made.targets]
+    used = job.buffer_bytes if on_device else 0  # of pinned memory, before what is on its way to targets
     through = sum(each.num_bytes for each in job.ranges if each.target is not None and each.target not in made.targets)
-    large = bytearray(through if through > len(view) else 0)
-    if large:  # rare: rows that no job holds whole
-        pinned, view = ctypes.addressof(ctypes.c_char.from_buffer(large)), memoryview(large)
-    staged = memoryview(bytearray(job.buffer_bytes))
+    room: Buffer | None = None
+    large = bytearray()
+    if used + through > len(view):  # rare: rows that no job holds whole, or tensors that are needed in two ways
+        if copies is not None:
+            room = copies.room(used + through)
+            pinned, view = room.pointer, host_bytes(room)
+        else:
+            large = bytearray(through)
+            pinned, view = ctypes.addressof(ctypes.c_char.from_buffer(large)), memoryview(large)
+    staged = view[:used] if on_device else memoryview(bytearray(job.buffer_bytes))
     ranges: list[Range] = []
     seen: list[tuple[int, int, int]] = []  # targets that are checked, and their bytes here
     uploads: list[tuple[int, int, int]] = []  # addresses there and here, and bytes
-    used = 0
     for each in job.ranges:
         for start, length, offset in each.each():
             if each.target is None:
@@ -237,13 +253,19 @@ def do_job(
             check_bytes(checked, target, view[place : place + length])
     for address, here, length in uploads:
         library.call("cuMemcpyAsync", address, here, length, stream)
-    if large:
+    for copy in on_device:
+        assert copies is not None, "what isn't made on the host is copied there"
+        copies.put(copy, pinned, at[copy.target], stream)
+    if large or room:
         library.call("cuStreamSynchronize", stream)  # its memory is gone afterwards
-    if job.copies:
-        from precast.loader.driver.on_host import put_copy
+    if job.copies and (len(on_device) < len(job.copies) or not checked.keys().isdisjoint(c.target for c in on_device)):
+        from precast.loader.driver.on_host import check_copy, put_copy
 
         for copy in job.copies:
-            put_copy(copy, staged, made)
+            if copy.target in made.targets:
+                put_copy(copy, staged, made)
+            else:
+                check_copy(checked, copy, staged)
     return num_bytes
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import msgspec
 import pytest
 import torch
 from program_steps import step_inputs
@@ -16,7 +17,7 @@ from precast.bench.steps import sizes_of
 from precast.builder.build import build
 from precast.builder.native.variants import ALONE, Variant, World, engine_launches, of_worlds, variants
 from precast.ir.graph.logit_parts import in_parts
-from precast.ir.graph.schema import Graph, Value
+from precast.ir.graph.schema import Cast, Graph, Read, Tie, Transpose, Value
 from precast.ir.graph.world import bound, unsharded
 from precast.ir.memory import caches
 from precast.ir.native import takes
@@ -35,6 +36,7 @@ from precast.kernels.step_launches import (
     sums_launched,
 )
 from precast.kernels.use import GPU, Target, Use
+from precast.kernels.without_torch.copies import REARRANGED, rearranged_key
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.program.restore import restore
 from precast.loader.torch_device import CpuDevice
@@ -107,6 +109,22 @@ def test_the_launch_of_any_step_finds_its_kernel(graph: Graph, gpu: Target) -> N
                 asked += 1
     assert asked > 500
     assert max(map(len, by_key.values())) <= 2
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["as stored", "turned"])
+def test_params_whose_rows_and_columns_are_exchanged_have_a_copy(is_turned: bool, graph: Graph) -> None:
+    """For elements of their size: the driver alone copies them so while they are read."""
+    param = next(param for param in graph.params if len(param.type.shape) == 2)
+    read = Read("w", tuple(reversed(param.type.shape)) if is_turned else param.type.shape)  # type: ignore[arg-type]
+    recipe = Cast(Transpose(read, 0, 1) if is_turned else read, param.type.dtype)
+    others = tuple(each for each in graph.params if each is not param)
+    plain = tuple(msgspec.structs.replace(each, recipe=Tie(param.name)) for each in others)
+    changed = msgspec.structs.replace(graph, params=(msgspec.structs.replace(param, recipe=recipe), *plain))
+
+    found = {variant.key for variant in variants(changed, [GPU])}
+
+    keys = {size: rearranged_key(dtype)[0] for size, dtype in REARRANGED.items()}
+    assert [size for size, key in keys.items() if key in found] == ([2] if is_turned else [])
 
 
 def test_launches_are_what_torch_s_tensors_make_them(graph: Graph) -> None:

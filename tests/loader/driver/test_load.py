@@ -53,6 +53,7 @@ LONG = 300.0
 """Seconds after which a test gives up on what it waits for."""
 GIVES_BACK = ("Free", "Destroy", "Unload", "Ctx", "ErrorName")
 """In the names of calls that give something back, and of those that these take."""
+NO_KERNELS = NativeLayer("sm_90", 12000, {}, {}, (), {})
 SMALL = 4 << 20
 """Bytes of all that a start of so small a model holds beside the ring and the weights."""
 
@@ -346,7 +347,7 @@ def test_params_that_are_converted(model: Model, driver: CudaDriver, tmp_path: P
     device = context.result().device
     what = param_plan.planned(graph, model.bundle.manifest.checkpoint, files)
     params = weights.placed(what, graph, device)
-    weights.stream(what, params, weights.Ring(context), device)
+    weights.stream(what, params, weights.Ring(context), device, NO_KERNELS)
 
     found = {
         name: ctypes.string_at(buffer.pointer, 2 * tensors[name].numel())
@@ -373,7 +374,7 @@ def test_of_params_that_are_made_on_the_host_few_are_there_at_once(
     ring = weights.Ring(context)
     tracemalloc.start()
     try:
-        weights.stream(what, params, ring, device)
+        weights.stream(what, params, ring, device, NO_KERNELS)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -413,7 +414,7 @@ def test_what_is_quantised_goes_to_the_device_as_it_is(
     assert param_plan.uncovered(what) == ""
     message = ""
     try:
-        weights.stream(what, params, weights.Ring(context), device)
+        weights.stream(what, params, weights.Ring(context), device, NO_KERNELS)
     except WeightsError as error:
         message = str(error)
     if value == 1.5:
