@@ -87,7 +87,7 @@ def _whole(least: int, most: int | None) -> Record:
 _RUNS = "precast.kernels.quantised_experts.one_by_one:quantised_experts"
 
 RECORDS = (
-    streamed.RECORD,
+    *streamed.RECORDS,
     _few(_FEW),
     *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
     _grouped(STEPS[-1] + 1, None),

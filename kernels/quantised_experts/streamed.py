@@ -223,18 +223,23 @@ def run(use: Use, few: Few = FEW) -> tuple[Launch, ...]:
     )
 
 
-RECORD = Record(
-    name=f"cuda.quantised_experts_to_{FEW.tokens}", op="precast.quantised_experts", kind="cuda", devices=("cuda",),
-    min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={"T": (1, FEW.tokens)},
-    dtypes=dict.fromkeys(("x", "up_bias", "down_bias"), ("bfloat16",)), workspace=_workspace, runs=run,
-    takes=(
-        Condition(
-            "mxfp4, nvfp4, packed4 without points or fp8, of rows that are not rounded and fit into registers, and 8 n"
-            f" outputs; at most {FEW.pairs // FEW.tokens} experts of a token",
-            partial(is_taken, few=FEW),
+def _record(least: int, few: Few) -> Record:
+    """Steps of `least` tokens and more."""
+    return Record(
+        name=f"cuda.quantised_experts_to_{few.tokens}", op="precast.quantised_experts", kind="cuda",
+        devices=("cuda",), min_capability=(9, 0), max_capability=(9, 0), allocates=False,
+        sizes={"T": (least, few.tokens)}, dtypes=dict.fromkeys(("x", "up_bias", "down_bias"), ("bfloat16",)),
+        workspace=_workspace, runs=partial(run, few=few),
+        takes=(
+            Condition(
+                "mxfp4, nvfp4, packed4 without points or fp8, of rows that are not rounded and fit into registers, and"
+                f" 8 n outputs; at most {few.pairs // few.tokens} experts of a token",
+                partial(is_taken, few=few),
+            ),
+            Condition("Triton, which adds up the pairs of a token", lambda use: "triton" in use.target.kinds),
+            Condition("weights, scales and biases that no op makes, and rows, in row-major order", is_static),
         ),
-        Condition("Triton, which adds up the pairs of a token", lambda use: "triton" in use.target.kinds),
-        Condition("weights, scales and biases that no op makes, and rows, in row-major order", is_static),
-    ),
-)  # fmt: skip
-"""Steps of few tokens on Hopper."""
+    )  # fmt: skip
+
+
+RECORDS = (_record(1, FEW),)

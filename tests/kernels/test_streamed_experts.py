@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from op_samples.draw import Draw, Sample
@@ -25,6 +26,7 @@ from precast.kernels.use import Use
 
 FILE = "quantised_experts/stream.cu"
 HOPPER = (9, 0)
+(RECORD,) = streamed.RECORDS
 BLOCK_BYTES = 227 << 10
 """Shared memory that a block may have on Hopper."""
 MAKES: dict[str, Make] = {
@@ -50,7 +52,7 @@ def use_of(sample: Sample) -> Use:
 
 
 def is_taken(sample: Sample, tokens: int = 3) -> bool:
-    return any(record is streamed.RECORD for record in fitting(use_of(sample), {"T": tokens}))
+    return any(record in streamed.RECORDS for record in fitting(use_of(sample), {"T": tokens}))
 
 
 CPU = Draw(torch.bfloat16, torch.device("cpu"))
@@ -211,8 +213,9 @@ def gpu() -> Draw:
     return Draw(torch.bfloat16, torch.device("cuda"))
 
 
-def on_gpu(sample: Sample) -> torch.Tensor:
-    found: torch.Tensor = as_function(streamed.RECORD)(**sample)
+def on_gpu(sample: Sample, few: streamed.Few = streamed.FEW) -> torch.Tensor:
+    record = msgspec.structs.replace(RECORD, runs=partial(streamed.run, few=few))
+    found: torch.Tensor = as_function(record)(**sample)
     return found
 
 
@@ -244,6 +247,17 @@ def test_it_is_the_definition_of_models(
     at_home = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
 
     same(QUANTISED_EXPERTS, on_gpu(sample).cpu(), QUANTISED_EXPERTS.reference(**at_home))
+
+
+@pytest.mark.gpu
+@each_format
+def test_pairs_of_more_tokens_are_the_definition(make: Make, gpu: Draw, same: Callable[..., None]) -> None:
+    """Of which experts have more than 16, and some none."""
+    sample = sample_of(gpu, make, 60)
+    sample["expert_ids"] = gpu.integers(-1, 5, 60, 2)
+    at_home = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+
+    same(QUANTISED_EXPERTS, on_gpu(sample, streamed.MORE).cpu(), QUANTISED_EXPERTS.reference(**at_home))
 
 
 @pytest.mark.gpu
