@@ -38,6 +38,7 @@ from precast.ir.memory.liveness import Operand
 from precast.kernels.choices import cases, resolve, workspace
 from precast.kernels.quantised_linear import float8
 from precast.kernels.quantised_linear.quantised_linear import quantise_input, quantised_linear
+from precast.kernels.quantised_linear.tiles import COLUMNS
 from precast.kernels.records import Pointer
 from precast.kernels.step_launches import step_launches
 from precast.kernels.use import GPU, Target, Use, use_of
@@ -167,7 +168,7 @@ def use(
         if kind == "points":
             types["zeros"] = TensorType("int32", (symbols.ceildiv(outputs, several), inputs // 128))
         else:
-            constants["zero_offset"] = Const(8)
+            constants["zero_offset"] = Const(1 << 32 // several - 1)
     elif format == "mxfp4":
         types |= {"weight": TensorType("uint8", (outputs, inputs // 32, 16)),
                   "scales": TensorType("uint8", (outputs, inputs // 32))}  # fmt: skip
@@ -216,10 +217,11 @@ def test_hopper_has_launches_for_all_formats_and_sizes(weight: str) -> None:
     found = [case.choice.record for case in cases(use(weight, target=GPU.without_torch))]
 
     few, whole = "triton.quantised_linear_to_16", f"cublaslt.quantised_linear_from_{WHOLE_FROM.get(weight, 97)}"
-    streamed = [few, "cuda.quantised_linear_to_2", "cuda.quantised_linear_to_8"] if weight in STREAMED else []
-    before = {"17": 0, "33": 1, "97": 2}[whole.rpartition("_")[2]]
-    tiles = ["triton.quantised_linear_to_32", "triton.quantised_linear_to_96"][:before]
-    assert [name for name, _ in groupby(record.name for record in found)] == [*streamed, few, *tiles, whole]
+    before = ["triton.quantised_linear_to_32"]
+    if weight in STREAMED:
+        sizes = (2, 8, *(most for most in COLUMNS if most <= 128 or weight != "fp8 blocks"))
+        before = [f"cuda.quantised_linear_to_{most}" for most in sizes]
+    assert [name for name, _ in groupby(record.name for record in found)] == [few, *before, whole]
     assert all(record.control == "static" and not record.allocates for record in found)
 
 
@@ -419,7 +421,7 @@ def test_kernels_are_compiled_for_hopper(given: Use, tokens: int, tmp_path: Path
     runs = resolve(given, {"T": tokens}).record.runs
     assert not isinstance(runs, str)
     for launch in runs(given):
-        if launch.library or launch.kernel.endswith("stream_linear"):
+        if launch.library or launch.block:
             continue
         made = compiled(launch, types)
         ptx = made.asm["ptx"]

@@ -1,0 +1,244 @@
+"""Weights in few bits with 9 to 256 rows, on Hopper: which layers it takes, and its launches. No torch, no triton here.
+
+`tiles.cu` describes it. The input is laid in another order first, and parts of tiles that several blocks have computed
+are added up last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from precast.ir.graph.schema import Dtype, Expr
+from precast.ir.graph.symbols import ceildiv, mul, numel
+from precast.kernels.quantised_linear import launches
+from precast.kernels.records import Condition, Launch, Pointer, Record
+from precast.kernels.use import Use
+
+COLUMNS = (16, 32, 64, 128, 256)
+"""Rows of the input that there is room for: a kernel and a record each."""
+_LEAST = 9
+"""Of fewer rows it is the weight stream."""
+_TILE, _WINDOW, _PRODUCTS = 128, 128, 8
+"""Rows of the weight in a tile, inputs of a window, and products over 16 inputs in one."""
+_THREADS, _MULTIPLYING, _LAYING = 384, 256, 256
+"""Threads of a block, those of it that multiply, and those of one that lays the input."""
+_ADDED_AT_ONCE = 32
+"""Rows of which the last block that has a part of a tile adds up all parts; of more a kernel does."""
+_NUM_SMS, _SHARED_BYTES, _HEAD_BYTES = 132, 227 << 10, 640
+_MOST_STAGES = 16
+_X_STAGES = {16: 8, 32: 6, 64: 4, 128: 3, 256: 3}
+"""Stages of the input at least that a block holds, by columns; the weight gets what is left, and they the rest."""
+_FORMATS = {
+    "packed4": ("PACKED4", 4), "mxfp4": ("FP4", 4), "nvfp4": ("FP4", 4), "nvfp4_divided": ("FP4", 4),
+    "fp8": ("FLOAT8", 8), "int8": ("INT8", 8), "packed8": ("INT8", 8),
+}  # fmt: skip
+"""How the kernel calls a format, and bits of a value."""
+_ELEMENT, _FLOAT32, _E4M3, _E8M0 = range(4)
+_MOST_TAKEN = 112
+"""What is subtracted from values of four bits besides a point: bfloat16 holds whole numbers from 128 to 256."""
+_MIDDLE = 128
+"""What is subtracted from values of eight bits in words."""
+_MOST_IN_STEPS = 128
+"""Rows of which a thread has room for the sums of a window beside those of the tile."""
+_HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
+
+
+class _Lies(NamedTuple):
+    """A layer as the kernel takes it. `rows`: those of the weight that have the same scales. `in_steps`: sums are
+    multiplied by scales, window by window."""
+
+    kind: str
+    bits: int
+    scale: int
+    group: int | None
+    rows: int
+    in_steps: bool
+    offset: int
+
+
+def _lies(use: Use) -> _Lies | None:
+    """None if the kernel can't take it."""
+    format, sizes = str(use.constant("format")), launches.sizes_of(use)
+    if format not in _FORMATS or sizes is None or use.has("groups") or sizes.inputs % _WINDOW:
+        return None
+    kind, bits = _FORMATS[format]
+    scales, offset = use.operands["scales"].type.dtype, use.constant("zero_offset") or 0
+    if use.has("zeros") and format != "packed4":
+        return None
+    if not isinstance(offset, int) or (bits == 4 and not 0 <= offset <= _MOST_TAKEN):
+        return None
+    if format == "packed8" and offset != _MIDDLE:
+        return None
+    if kind == "FP4":
+        return _Lies(kind, bits, _E8M0 if format == "mxfp4" else _E4M3, sizes.group, 1, False, 0)
+    if scales not in ("float32", use.dtype):
+        return None
+    stored = _ELEMENT if scales == use.dtype else _FLOAT32
+    group = sizes.group if sizes.num_groups > 1 or use.has("zeros") else None
+    in_steps = group is not None and stored == _FLOAT32
+    if group is not None and (sizes.inputs % group or group % (_WINDOW if in_steps else 32 if bits == 4 else 16)):
+        return None
+    return _Lies(kind, bits, stored, group, sizes.rows, in_steps, offset)
+
+
+class Plan(NamedTuple):
+    """`windows` of a stage of the weight, stages of the weight and of the input in shared memory, tiles, blocks, and
+    the shared memory that one fills."""
+
+    windows: int
+    w_stages: int
+    x_stages: int
+    tiles: int
+    grid: int
+    shared_bytes: int
+
+
+def plan_of(columns: int, outputs: int, inputs: int, bits: int, *, blocks: int = _NUM_SMS) -> Plan:
+    """The plan of a layer with a multiple of 128 inputs, over as many blocks at most."""
+    windows = next(each for each in (16 // bits, 8 // bits, 1) if inputs // _WINDOW % each == 0)
+    row = windows * _WINDOW * bits // 8
+    w_stage = _TILE * (row + 64 if row % 128 == 0 else row)
+    x_stage = 32 * columns * (_PRODUCTS if columns <= 128 else _PRODUCTS // 2)
+    room = _SHARED_BYTES - _HEAD_BYTES
+    tiles = -(-outputs // _TILE)
+    units = tiles * (inputs // (_WINDOW * windows))
+    w_stages = min((room - _X_STAGES[columns] * x_stage) // w_stage, _MOST_STAGES, max(units // blocks + 1, 2))
+    x_stages = min((room - w_stages * w_stage) // x_stage, _MOST_STAGES)
+    used = _HEAD_BYTES + w_stages * w_stage + x_stages * x_stage
+    return Plan(windows, w_stages, x_stages, tiles, min(blocks, units), used)
+
+
+def _is_static(use: Use) -> bool:
+    """The weight and what belongs to it are read before the kernels in front have ended."""
+    names = ("weight", "scales", "zeros", "global_scale", "bias")
+    given = [use.operands[name] for name in names if use.has(name)]
+    return all(each.is_contiguous and not each.is_activation for each in given)
+
+
+def _has_plain_rows(use: Use) -> bool:
+    """Rows of the input that are tokens, side by side, and not rounded."""
+    shape = use.shape("input")
+    rows = shape[-2] if len(shape) > 1 else None
+    counts = (rows == "T" or isinstance(rows, int)) and all(size == 1 for size in shape[:-2])
+    return counts and use.operands["input"].is_contiguous and use.constant("activation") in (None, "none")
+
+
+def _fits(use: Use, columns: int) -> bool:
+    lies, rows = _lies(use), use.number("input", -2)
+    return lies is not None and not (lies.in_steps and columns > _MOST_IN_STEPS) and (rows is None or rows <= columns)
+
+
+def _image_bytes(use: Use, columns: int) -> int:
+    return _aligned(2 * columns * _inputs(use))
+
+
+def _parts_bytes(columns: int, plan: Plan) -> int:
+    """Of each block's first tile and of its last."""
+    return 2 * plan.grid * 4 * _TILE * columns
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+def _inputs(use: Use) -> int:
+    sizes = launches.sizes_of(use)
+    assert sizes is not None
+    return sizes.inputs
+
+
+def _plan(use: Use, columns: int) -> Plan:
+    lies, sizes = _lies(use), launches.sizes_of(use)
+    assert lies is not None
+    assert sizes is not None
+    return plan_of(columns, sizes.outputs, sizes.inputs, lies.bits)
+
+
+def _workspace(use: Use, columns: int) -> Expr:
+    """The input as it is laid, the parts of tiles, and a counter for each tile."""
+    plan = _plan(use, columns)
+    return _image_bytes(use, columns) + _parts_bytes(columns, plan) + 4 * plan.tiles
+
+
+def _launches(use: Use, columns: int) -> tuple[Launch, ...]:
+    lies, sizes, plan = _lies(use), launches.sizes_of(use), _plan(use, columns)
+    assert lies is not None
+    assert sizes is not None
+    rows = numel(use.shape("input")[:-1])
+    constants = _constants(use, lies, columns, plan)
+    given = {name: Pointer(name) if use.has(name) else None for name in ("zeros", "global_scale", "bias")}
+    dtype = use.operands["input"].type.dtype
+    image, parts = Pointer("workspace", dtype), Pointer("workspace", "float32", _image_bytes(use, columns))
+    file = "precast.kernels.quantised_linear/tiles.cu"
+    counters = Pointer("workspace", "int32", _image_bytes(use, columns) + _parts_bytes(columns, plan))
+    made = (
+        Launch(
+            f"{file}:lay_input",
+            grid=(mul(sizes.inputs // _WINDOW, ceildiv(rows, 8)),),
+            args=(image, counters, Pointer("input"), rows, sizes.inputs, plan.tiles),
+            constants=constants, block=_LAYING, pdl=True,
+        ),
+        Launch(
+            f"{file}:product_tiles",
+            grid=(plan.grid,),
+            args=(
+                Pointer("out.0"), parts, counters, image, Pointer("weight"), Pointer("scales"), *given.values(), rows,
+                sizes.outputs, sizes.inputs, plan.w_stages, plan.x_stages,
+            ),
+            constants=constants, block=_THREADS, shared_bytes=plan.shared_bytes, pdl=True,
+        ),
+    )  # fmt: skip
+    if columns <= _ADDED_AT_ONCE:
+        return made
+    added = Launch(
+        f"{file}:sum_tiles",
+        grid=(plan.tiles, ceildiv(rows, 16)),
+        args=(
+            Pointer("out.0"), parts, Pointer("scales"), given["global_scale"], given["bias"], rows, sizes.outputs,
+            sizes.inputs, plan.grid,
+        ),
+        constants=constants, block=_MULTIPLYING, pdl=True,
+    )  # fmt: skip
+    return (*made, added)
+
+
+def _constants(use: Use, lies: _Lies, columns: int, plan: Plan) -> dict[str, int | float | bool | str]:
+    offset: int | bool = lies.offset if lies.kind == "PACKED4" or use.constant("format") == "packed8" else False
+    of_all = 0
+    if use.has("global_scale"):
+        of_all = 1 if use.number("global_scale", 0) == 1 else 2
+    return {
+        lies.kind: True, "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "POINTS": use.has("zeros"),
+        "COLUMNS": columns, "WINDOWS": plan.windows, "SUMS_APART": columns > _ADDED_AT_ONCE,
+        "SCALED_ROWS": lies.rows, "SCALE": lies.scale, "STEPS": lies.in_steps,
+        "GROUP": False if lies.group is None else lies.group,
+        "GLOBAL": of_all or False, "DIVIDES": "divided" in str(use.constant("format")),
+        **({} if offset is False else {"OFFSET": f"{offset}"}),
+    }  # fmt: skip
+
+
+_TAKES = (
+    Condition("rows that are tokens, along one axis, without gaps, and aren't rounded", _has_plain_rows),
+    Condition(
+        "values of 4 or 8 bits in rows of a multiple of 128, in groups of 16 n (of float32: 128 n) or none",
+        lambda use: _lies(use) is not None,
+    ),
+    Condition("weight, scales, points and bias in row-major order that no op makes", _is_static),
+)
+
+
+def records() -> Iterator[Record]:
+    """A record for each number of columns."""
+    for least, columns in zip((_LEAST, *(each + 1 for each in COLUMNS)), COLUMNS, strict=False):
+        yield Record(
+            name=f"cuda.quantised_linear_to_{columns}", op="precast.quantised_linear", kind="cuda", devices=("cuda",),
+            min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={"T": (least, columns)},
+            dtypes=dict.fromkeys(("input", "bias"), _HALF), workspace=partial(_workspace, columns=columns),
+            runs=partial(_launches, columns=columns),
+            takes=(
+                *_TAKES,
+                Condition(f"scales of values, or up to {_MOST_IN_STEPS} rows", partial(_fits, columns=columns)),
+            ),
+        )  # fmt: skip
