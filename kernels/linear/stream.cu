@@ -98,7 +98,13 @@ constexpr int POINT_ROWS = 0;
 #define PASS 1
 #endif
 #ifndef UNROLL
-#define UNROLL (BITS == 4 ? 1 : 4)    // with sixteen warps there are few registers, and others to wait for
+#if !defined(IN_FOUR_BITS)
+#define UNROLL 4
+#elif PASS == 1 && !(defined(IN_FP4) && defined(FLOAT16))
+#define UNROLL 2    // a thread of sixteen warps has 96 registers, and there are others to wait for
+#else
+#define UNROLL 1
+#endif
 #endif
 
 #ifdef GATE
@@ -695,7 +701,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   int scale_slot = 0;
 #endif
   for (int start = plan.first; start < plan.end; start += PASS) {
-    const int count = min(PASS, plan.end - start);
+    const int count = BITS < 16 && PASS == 1 ? 1 : min(PASS, plan.end - start);
     float sums[PASS][2][4] = {};
     Element biases[PASS][HALVES] = {};    // asked for early, as others are: nothing would hide it at the end
 #ifdef SCALES_SUMS
