@@ -51,7 +51,8 @@ class Few(NamedTuple):
 
 
 FEW, MORE = Few(8, 128, 8), Few(64, 256, 16)
-"""`MORE` is for `bench_gpu_quantised_experts.py`: no record has it."""
+STEPS = (FEW, Few(16, 128, 8), Few(32, 256, 16), MORE)
+"""As measured: of 8 pairs of an expert at a time up to 16 tokens, then of 16, as long as a block can sort all pairs."""
 
 
 class Way(NamedTuple):
@@ -242,4 +243,6 @@ def _record(least: int, few: Few) -> Record:
     )  # fmt: skip
 
 
-RECORDS = (_record(1, FEW),)
+RECORDS = tuple(
+    _record(least, few) for least, few in zip((1, *(each.tokens + 1 for each in STEPS)), STEPS, strict=False)
+)

@@ -26,7 +26,7 @@ from precast.kernels.use import Use
 
 FILE = "quantised_experts/stream.cu"
 HOPPER = (9, 0)
-(RECORD,) = streamed.RECORDS
+RECORD = streamed.RECORDS[0]
 BLOCK_BYTES = 227 << 10
 """Shared memory that a block may have on Hopper."""
 MAKES: dict[str, Make] = {
@@ -55,14 +55,23 @@ def is_taken(sample: Sample, tokens: int = 3) -> bool:
     return any(record in streamed.RECORDS for record in fitting(use_of(sample), {"T": tokens}))
 
 
+def sizes_taken(sample: Sample) -> list[int]:
+    return [tokens for tokens in (0, 1, 2, 8, 9, 16, 17, 32, 33, 64, 65) if is_taken(sample, tokens)]
+
+
 CPU = Draw(torch.bfloat16, torch.device("cpu"))
 
 
 @each_format
 def test_it_takes(make: Make) -> None:
-    sample = sample_of(CPU, make)
+    assert sizes_taken(sample_of(CPU, make)) == [1, 2, 8, 9, 16, 17, 32, 33, 64]
 
-    assert [tokens for tokens in (0, 1, 2, 8, 9) if is_taken(sample, tokens)] == [1, 2, 8]
+
+@pytest.mark.parametrize(("top_k", "most"), [(4, 64), (8, 32), (16, 8), (17, 0)])
+def test_a_block_sorts_all_pairs(top_k: int, most: int) -> None:
+    sample = {**experts(CPU, mxfp4, 3, top_k, 20, 192, 320), **CLAMPED}
+
+    assert max(sizes_taken(sample), default=0) == most
 
 
 def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
