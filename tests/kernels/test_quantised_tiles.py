@@ -257,7 +257,8 @@ def test_products(gpu: Draw, format: str, outputs: int, inputs: int, dtype: torc
 
         together = run(sample, rows)
 
-        torch.testing.assert_close(together.float(), expected, rtol=2e-2, atol=2e-2)
+        # Values are rounded to the input's type, as the definition rounds them for such an input.
+        assert (together.float() - expected).norm() < 6e-3 * expected.norm()
         fewer = rows - 1 if rows > 9 else rows
         assert torch.equal(run({**sample, "input": sample["input"][:, :fewer]}, fewer), together[:, :fewer])
 
