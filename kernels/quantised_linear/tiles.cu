@@ -44,7 +44,8 @@
 //   STEPS            sums of 128 k are multiplied by scales; without it values are, if there are groups
 //   GLOBAL=n         sums are multiplied by global_scale[n > 1 ? outputs : 1], float32
 //   DIVIDES          or divided
-//   POINTS           points[outputs / 8, groups], words of eight points of neighbouring rows
+//   POINTS           points[outputs / 8, groups] of PACKED4, words of eight points of neighbouring rows, to which OFFSET
+//                    is added; points[outputs / 4, groups] of INT8 with OFFSET, where groups are of 128 n
 
 #include "half.cuh"
 #include "few_bits.cuh"
@@ -61,6 +62,7 @@ constexpr int BITS = 4;
 #else
 constexpr int BITS = 8;
 #endif
+constexpr int PER_WORD = 32 / BITS;             // points in a word
 constexpr int LOADS = BITS / 4;                 // 16 bytes of a row that a thread takes of a window
 constexpr int ROW_BYTES = WINDOWS * WINDOW / 8 * BITS;
 constexpr int PITCH = ROW_BYTES % 128 == 0 ? ROW_BYTES + 64 : ROW_BYTES;    // two rows of a window in different banks
@@ -224,6 +226,8 @@ __device__ __forceinline__ u32 pair_of(
   const u32 pair = elements_of_nibbles(word, i, point);
 #elif defined(FLOAT8)
   const u32 pair = elements_of_float8(word, j);
+#elif defined(POINTS)
+  const u32 pair = subtracted(elements_of_bytes<false>(word, j), twice(rounded((float)(point - 128))));
 #elif defined(OFFSET)
   const u32 pair = elements_of_bytes<false>(word, j);
 #else
@@ -388,7 +392,7 @@ struct Scales {
         for (int i = 0; i < GROUPS_READ; i++)
           scales[window][half][i] = w.scales[(i64)(n / SCALED_ROWS) * groups + (k + i * GROUP_STEP) / GROUP];
 #ifdef POINTS
-        points[window][half] = w.points[(i64)(n / 8) * groups + k / GROUP];
+        points[window][half] = w.points[(i64)(n / PER_WORD) * groups + k / GROUP];
 #endif
       }
     }
@@ -402,13 +406,13 @@ __device__ __forceinline__ void make_values(
     [[maybe_unused]] int window, int first) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-#ifdef PACKED4
-    int point = OFFSET;
+#ifdef POINTS
+    const int shift = threadIdx.x % 32 / 4 % PER_WORD * BITS;
+    const int point = OFFSET + (scales.points[window][half] >> shift & ((1 << BITS) - 1));
+#elif defined(PACKED4)
+    constexpr int point = OFFSET;
 #else
     constexpr int point = 0;
-#endif
-#ifdef POINTS
-    point += scales.points[window][half] >> threadIdx.x % 32 / 4 * 4 & 15;
 #endif
 #pragma unroll
     for (int i = 0; i < 2 * BATCH; i++) {

@@ -65,11 +65,11 @@ def _lies(use: Use) -> _Lies | None:
         return None
     kind, bits = _FORMATS[format]
     scales, offset = use.operands["scales"].type.dtype, use.constant("zero_offset") or 0
-    if use.has("zeros") and format != "packed4":
+    if use.has("zeros") and format not in ("packed4", "packed8"):
         return None
     if not isinstance(offset, int) or (bits == 4 and not 0 <= offset <= _MOST_TAKEN):
         return None
-    if format == "packed8" and offset != _MIDDLE:
+    if format == "packed8" and not use.has("zeros") and offset != _MIDDLE:
         return None
     if kind == "FP4":
         return _Lies(kind, bits, _E8M0 if format == "mxfp4" else _E4M3, sizes.group, 1, False, 0)
@@ -78,7 +78,8 @@ def _lies(use: Use) -> _Lies | None:
     stored = _ELEMENT if scales == use.dtype else _FLOAT32
     group = sizes.group if sizes.num_groups > 1 or use.has("zeros") else None
     in_steps = group is not None and stored == _FLOAT32
-    if group is not None and (sizes.inputs % group or group % (_WINDOW if in_steps else 32 if bits == 4 else 16)):
+    least = _WINDOW if in_steps or (bits == 8 and use.has("zeros")) else 32 if bits == 4 else 16
+    if group is not None and (sizes.inputs % group or group % least):
         return None
     return _Lies(kind, bits, stored, group, sizes.rows, in_steps, offset)
 

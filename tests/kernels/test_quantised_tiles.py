@@ -52,6 +52,8 @@ FORMATS: dict[str, Callable[[Draw, int, int], Sample]] = {
     "packed4 of rows": packed(),
     "packed4, points": packed(size=128, zeros=True),
     "packed4 of rows, points": packed(zeros=True),
+    "packed8": packed(bits=8, size=128),
+    "packed8, points": packed(bits=8, size=128, zeros=True),
     "mxfp4": quantised.mxfp4,
     "nvfp4": quantised.nvfp4,
 }
@@ -200,6 +202,7 @@ KINDS = {
     "float8 of rows": "-DFLOAT8 -DSCALED_ROWS=1 -DSCALE=1 -DBIAS",
     "int8": "-DINT8 -DSCALED_ROWS=1 -DSCALE=1",
     "packed8": "-DINT8 -DOFFSET=128 -DGROUP=32 -DSCALED_ROWS=1 -DSCALE=0",
+    "packed8, points": "-DINT8 -DOFFSET=1 -DPOINTS -DGROUP=128 -DSCALED_ROWS=1 -DSCALE=0",
 }  # fmt: skip
 
 

@@ -198,7 +198,7 @@ int main(int, char** given) {
 #else
   const Scale* scales = drawn<Scale>(num_scales, [&] { return 118 + (generator() >> 8 & 3); });
 #endif
-  const u32* points = drawn<u32>((size_t)(outputs + 7) / 8 * groups, [] { return generator(); });
+  const u32* points = drawn<u32>((size_t)(outputs + PER_WORD - 1) / PER_WORD * groups, [] { return generator(); });
   const float* whole = drawn<float>(outputs, [&] { return about(generator) * (size < 1 ? 1 : 2); });
   const Element* bias = drawn<Element>(outputs, [] { return normal(1); });
   generator.seed(2);    // the first row of x is the same, however many there are
@@ -256,7 +256,7 @@ int main(int, char** given) {
 #else
     int less = OFFSET;
 #ifdef POINTS
-    less += points[n / 8 * groups + k / (inputs / groups)] >> n % 8 * 4 & 15;
+    less += points[n / PER_WORD * groups + k / (inputs / groups)] >> n % PER_WORD * BITS & ((1 << BITS) - 1);
 #endif
     return (bits - less) * times;
 #endif
