@@ -413,7 +413,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "zero_point": _one_of(True), "version": _gemm, "format": _gemm, "modules_to_not_convert": _names,
     },
     "gptq": {
-        "bits": _one_of(4), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),
+        "bits": _one_of(4, 8), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),
         "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _only_skips,
         "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
         "desc_act": _one_of(True, False, None),

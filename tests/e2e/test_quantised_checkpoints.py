@@ -26,7 +26,7 @@ from quantised_checkpoints import (
     compressed_fp8,
     finer,
     float8,
-    four_bits,
+    in_groups,
     integers,
     maker,
     rows,
@@ -173,14 +173,24 @@ CASES = {
         stored_integers(8, None, zeros=True, packed=False),
     ),
     "AWQ": Case(
-        "llama", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, four_bits(quantised.awq)
+        "llama", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, in_groups(quantised.awq)
     ),
-    "GPTQ": Case("llama", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False), dtype="float16"),
+    "GPTQ": Case("llama", GPTQ | {"desc_act": False}, in_groups(quantised.gptq, order=False), dtype="float16"),
     "GPTQ with act order": Case(
-        "llama", GPTQ | {"desc_act": True}, four_bits(quantised.gptq, order=True), dtype="float16"
+        "llama", GPTQ | {"desc_act": True}, in_groups(quantised.gptq, order=True), dtype="float16"
+    ),
+    "GPTQ of 8 bits": Case(
+        "llama", GPTQ | {"bits": 8, "desc_act": False}, in_groups(quantised.gptq, order=False, bits=8), dtype="float16"
+    ),
+    "GPTQ of 8 bits with act order": Case(
+        "llama", GPTQ | {"bits": 8, "desc_act": True}, in_groups(quantised.gptq, order=True, bits=8), dtype="float16"
+    ),
+    "GPTQ experts of 8 bits": Case(
+        "qwen3_moe", GPTQ | {"bits": 8, "desc_act": False}, in_groups(quantised.gptq, order=False, bits=8),
+        dtype="float16",
     ),
     "GPTQ experts": Case(
-        "qwen3_moe", GPTQ | {"desc_act": False}, four_bits(quantised.gptq, order=False), dtype="float16"
+        "qwen3_moe", GPTQ | {"desc_act": False}, in_groups(quantised.gptq, order=False), dtype="float16"
     ),
 }  # fmt: skip
 
@@ -245,7 +255,13 @@ def test_logits_are_those_of_the_dequantised_model(case: str, made: Callable[[st
     assert torch.equal(found, logits(dense, stored))
 
 
-@pytest.mark.parametrize(("case", "are_joined"), [("GPTQ", True), ("GPTQ with act order", False)])
+@pytest.mark.parametrize(
+    ("case", "are_joined"),
+    [
+        ("GPTQ", True), ("GPTQ with act order", False), ("GPTQ of 8 bits", True),
+        ("GPTQ of 8 bits with act order", False),
+    ],
+)  # fmt: skip
 def test_gptq_is_joined_where_its_groups_are_in_order(case: str, are_joined: bool, made: Callable[[str], Made]) -> None:
     bundle = made(case).bundle
 
@@ -257,9 +273,14 @@ def test_gptq_is_joined_where_its_groups_are_in_order(case: str, are_joined: boo
 
 
 @pytest.mark.parametrize(
-    ("case", "format"), [("GPTQ", "packed4"), ("GPTQ experts", "packed4"), ("GPTQ with act order", "gptq")]
-)
-def test_gptq_lies_in_rows_where_its_groups_are_in_order(case: str, format: str, made: Callable[[str], Made]) -> None:
+    ("case", "format"),
+    [
+        ("GPTQ", "packed4"), ("GPTQ experts", "packed4"), ("GPTQ with act order", "gptq"),
+        ("GPTQ of 8 bits", "packed8"), ("GPTQ of 8 bits with act order", "packed8"),
+        ("GPTQ experts of 8 bits", "packed8"),
+    ],
+)  # fmt: skip
+def test_gptq_lies_in_rows_but_for_int4_with_act_order(case: str, format: str, made: Callable[[str], Made]) -> None:
     nodes = [node for block in made(case).bundle.graph.blocks for node in block.nodes]
 
     found = {(node.op, node.args["format"]) for node in nodes if node.op.startswith("precast.quantised_")}

@@ -279,30 +279,32 @@ def one_by_one(name: str, weight: torch.Tensor, quantise: Callable[[str, torch.T
 def awq(stem: str, weight: torch.Tensor, group_size: int) -> Stored:
     """[outputs, inputs] -> what AutoAWQ's `gemm` version stores."""
     outputs, inputs = weight.shape
-    values, zeros, scales = _four_bits(outputs, inputs, group_size)
+    values, zeros, scales = _unsigned(outputs, inputs, group_size)
     dense = ((values - zeros[_groups(inputs, group_size)]).float() * scales.float()[_groups(inputs, group_size)]).t()
     stored = {".qweight": pack(values, AWQ_ORDER), ".qzeros": pack(zeros, AWQ_ORDER), ".scales": scales}
     return {stem + suffix: tensor for suffix, tensor in stored.items()}, dense
 
 
-def gptq(stem: str, weight: torch.Tensor, group_size: int, *, order: bool, offset: int = 1) -> Stored:
+def gptq(stem: str, weight: torch.Tensor, group_size: int, *, order: bool, offset: int = 1, bits: int = 4) -> Stored:
     """[outputs, inputs] -> what AutoGPTQ stores, whose zeros are one less than what they mean; `order`: act-order."""
     outputs, inputs = weight.shape
-    values, zeros, scales = _four_bits(outputs, inputs, group_size)
+    values, zeros, scales = _unsigned(outputs, inputs, group_size, bits)
     groups = _groups(inputs, group_size)
     groups = groups[torch.randperm(inputs)] if order else groups
     dense = ((values - zeros[groups] - offset).float() * scales.float()[groups]).t()
     stored = {
-        ".qweight": pack(values.t(), IN_ORDER).t().contiguous(), ".qzeros": pack(zeros, IN_ORDER), ".scales": scales,
+        ".qweight": pack_bits(values.t(), bits).t().contiguous(), ".qzeros": pack_bits(zeros, bits), ".scales": scales,
         ".g_idx": groups.int(),
     }  # fmt: skip
     return {stem + suffix: tensor for suffix, tensor in stored.items()}, dense
 
 
-def _four_bits(outputs: int, inputs: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    groups = -(-inputs // group_size)
-    scales = (torch.rand(groups, outputs) * 0.1).half()
-    return torch.randint(0, 16, (inputs, outputs)), torch.randint(0, 16, (groups, outputs)), scales
+def _unsigned(
+    outputs: int, inputs: int, group_size: int, bits: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups, end = -(-inputs // group_size), 1 << bits
+    scales = (torch.rand(groups, outputs) * 1.6 / end).half()
+    return torch.randint(0, end, (inputs, outputs)), torch.randint(0, end, (groups, outputs)), scales
 
 
 def _groups(inputs: int, group_size: int) -> torch.Tensor:

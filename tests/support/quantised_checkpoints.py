@@ -71,7 +71,7 @@ def stored_integers(bits: int, size: int | None, *, zeros: bool, order: bool = F
     return lambda name, weight: quantised.integers(name, weight, bits, size, zeros=zeros, order=order, packed=packed)
 
 
-def four_bits(quantise: Callable[..., Stored], **options: Any) -> Quantise:
+def in_groups(quantise: Callable[..., Stored], **options: Any) -> Quantise:
     return lambda name, weight: quantise(name.removesuffix(".weight"), weight, 16, **options)
 
 

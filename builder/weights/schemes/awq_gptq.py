@@ -1,4 +1,4 @@
-"""AWQ and GPTQ: values of four bits with the inputs of a layer first, in groups of inputs."""
+"""AWQ and GPTQ: values of four bits, GPTQ's also of eight, with the inputs of a layer first, in groups of inputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from precast.builder.weights.schemes.chosen import all_but
 from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.graph.schema import Dequantise, Read, Recipe, Transpose
 
-INT32 = 8
-"""Values of four bits in an int32."""
+_AWQ_WORD = 8
+"""Values in an int32."""
 
 
 def awq(model: PreTrainedModel, options: Quantised) -> Scheme:
     """AutoAWQ's `gemm`: eight outputs of an input in an int32."""
 
     def recipe(weight: Weight) -> Recipe:
-        size, columns, zeros, scales = _grouped("awq", weight, options)
-        values = Read(weight.stem + ".qweight", (size, columns // INT32), "int32")
+        size, columns, zeros, scales = _grouped("awq", weight, options, _AWQ_WORD)
+        values = Read(weight.stem + ".qweight", (size, columns // _AWQ_WORD), "int32")
         return Transpose(Dequantise(values, scales, "awq", zeros=zeros), 0, 1)
 
     skipped = options.get("modules_to_not_convert", None)
@@ -38,6 +38,7 @@ def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
     skipped = [pattern.removeprefix("-:") for pattern in options.get("dynamic", None) or ()]
     chosen = all_but(model, [] if options.get("lm_head", False) else None)
     in_order, group_size = options.get("desc_act", None) is False, options.get("group_size", 128)
+    bits = options.get("bits", 4)
 
     def holds(weight: Weight) -> bool:
         # Layers are quantised, and what stands beside them is not.
@@ -48,11 +49,14 @@ def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
         return not suffixes or any(weight.stem.endswith("." + suffix) for suffix in suffixes)
 
     def recipe(weight: Weight) -> Recipe:
-        size, columns, zeros, scales = _grouped("gptq", weight, options)
-        values = Read(weight.stem + ".qweight", (size // INT32, columns), "int32")
+        size, columns, zeros, scales = _grouped("gptq", weight, options, 32 // bits)
+        values = Read(weight.stem + ".qweight", (size // (32 // bits), columns), "int32")
         is_whole = in_order and size % max(1, group_size) == 0
         groups = None if is_whole else Read(weight.stem + ".g_idx", (size,), "int32")
         offset = 1 if format == "gptq" else 0
+        if bits == 8:  # of which there is no format with inputs first
+            of, scales_of, zeros_of = (Transpose(part, 0, 1) for part in (values, scales, zeros))
+            return Dequantise(of, scales_of, "packed8", None, zeros_of, groups, offset)
         return Transpose(Dequantise(values, scales, "gptq", None, zeros, groups, offset), 0, 1)
 
     ignored = _zero_biases(model)
@@ -72,16 +76,16 @@ def _zero_biases(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted({re.sub(r"\.\d+\.", ".*.", path) + ".bias" for path in layers}))
 
 
-def _grouped(method: str, weight: Weight, options: Quantised) -> tuple[int, int, Read, Read]:
-    """Inputs and outputs of a linear layer, of which eight are packed together, and its groups' zeros and scales."""
+def _grouped(method: str, weight: Weight, options: Quantised, word: int) -> tuple[int, int, Read, Read]:
+    """Inputs and outputs of a linear layer, of which `word` are packed together, and its groups' zeros and scales."""
     if len(weight.shape) != 2 or not weight.name.endswith(".weight"):
         raise refuse(method, f"stacked experts ({weight.name})")
     outputs, inputs = weight.shape
-    if inputs % INT32 or outputs % INT32:
-        raise refuse(method, f"{weight.name} of {list(weight.shape)}, sizes that are no multiples of {INT32}")
+    if inputs % word or outputs % word:
+        raise refuse(method, f"{weight.name} of {list(weight.shape)}, sizes that are no multiples of {word}")
     size = inputs if options.get("group_size", 128) == -1 else options.get("group_size", 128)
     if method == "awq" and inputs % size:
         raise refuse(method, f"{weight.name}: {inputs} inputs in groups of {size}")
     rows = -(-inputs // size)
-    zeros = Read(weight.stem + ".qzeros", (rows, outputs // INT32), "int32")
+    zeros = Read(weight.stem + ".qzeros", (rows, outputs // word), "int32")
     return inputs, outputs, zeros, Read(weight.stem + ".scales", (rows, outputs))

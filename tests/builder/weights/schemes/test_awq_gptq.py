@@ -30,16 +30,17 @@ def test_awq(model_type: str, group_size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [False, True], ids=["in order", "by activation"])
 @pytest.mark.parametrize(("format", "offset"), [("gptq", 1), ("gptq_v2", 0)])
-def test_gptq(order: bool, format: str, offset: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq(bits: int, order: bool, format: str, offset: int, tmp_path: Path) -> None:
     entries = {
-        "quant_method": "gptq", "bits": 4, "group_size": 48, "desc_act": order, "sym": False,
+        "quant_method": "gptq", "bits": bits, "group_size": 48, "desc_act": order, "sym": False,
         "checkpoint_format": format, "damp_percent": 0.01, "dynamic": {"-:.*o_proj": {}},
     }  # fmt: skip
 
     def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
         if not linear(name) or "o_proj" in name:
             return None
-        return quantised.gptq(name.removesuffix(".weight"), tensor, 48, order=order, offset=offset)
+        return quantised.gptq(name.removesuffix(".weight"), tensor, 48, order=order, offset=offset, bits=bits)
 
     check(config_of("llama", attention_bias=True), entries, quantise, tmp_path)
 
@@ -52,6 +53,8 @@ def test_gptq(order: bool, format: str, offset: int, tmp_path: Path) -> None:
         ({"desc_act": True, "group_size": 32}, {}),
         ({"desc_act": None, "group_size": 32}, {}),
         ({"group_size": 32}, {}),
+        ({"bits": 8, "desc_act": False, "group_size": 32}, {"*.g_idx": 32}),
+        ({"bits": 8, "desc_act": True, "group_size": 32}, {}),
     ],
 )
 def test_groups_of_gptq_are_read_unless_the_config_says_that_they_are_in_order(
