@@ -4,7 +4,7 @@
 // read once as it is stored, and never written. The kernels, one after the other:
 //
 //   lay_input       x in the order in which the products take it, so that a stage of it is copied at once
-//   product_tiles   tiles of 128 rows of w, and all rows of x
+//   product_tiles   tiles of 128 rows of w, and of COLUMNS of x
 //   sum_tiles       with SUMS_APART: what several blocks have parts of
 //
 // The order of x. A thread takes 16 bytes of a row of w at a time, for 128 k of the row four threads (a window). The
@@ -29,7 +29,7 @@
 // Defines:
 //   FLOAT16          elements are float16; else bfloat16
 //   SUMS_APART       sum_tiles adds up parts of tiles, which takes less time of many rows
-//   COLUMNS=n        rows of x that there is room for: 16, 32, 64, 128 or 256
+//   COLUMNS=n        rows of x that a tile has: 16, 32, 64, 128 or 256
 //   WINDOWS=n        windows of a row of w in a stage; inputs are a multiple of 128 * WINDOWS
 //   BIAS             bias[outputs] is added before y is rounded
 // and of w, one of
@@ -44,8 +44,8 @@
 //   STEPS            sums of 128 k are multiplied by scales; without it values are, if there are groups
 //   GLOBAL=n         sums are multiplied by global_scale[n > 1 ? outputs : 1], float32
 //   DIVIDES          or divided
-//   POINTS           points[outputs / 8, groups] of PACKED4, words of eight points of neighbouring rows, to which OFFSET
-//                    is added; points[outputs / 4, groups] of INT8 with OFFSET, where groups are of 128 n
+//   POINTS           points[outputs / 8, groups] of PACKED4, words of eight points of neighbouring rows, to which
+//                    OFFSET is added; points[outputs / 4, groups] of INT8 with OFFSET, where groups are of 128 n
 
 #include "half.cuh"
 #include "few_bits.cuh"
@@ -62,7 +62,7 @@ constexpr int BITS = 4;
 #else
 constexpr int BITS = 8;
 #endif
-constexpr int PER_WORD = 32 / BITS;             // points in a word
+[[maybe_unused]] constexpr int PER_WORD = 32 / BITS;    // points in a word
 constexpr int LOADS = BITS / 4;                 // 16 bytes of a row that a thread takes of a window
 constexpr int ROW_BYTES = WINDOWS * WINDOW / 8 * BITS;
 constexpr int PITCH = ROW_BYTES % 128 == 0 ? ROW_BYTES + 64 : ROW_BYTES;    // two rows of a window in different banks
@@ -259,8 +259,9 @@ __device__ __forceinline__ int place_in_window(int i, int h, int t, int e) {
   return 64 * (i / 4) + 16 * t + 4 * (i % 4) + 2 * h + e;
 }
 
-// image[windows, products, halves, COLUMNS, 8]: of each row of x the eight elements that a half of a product takes. A
-// warp lays a window of a row; eight neighbouring rows are a block's, so that it writes 128 bytes at once.
+// image[tiles, windows, products, halves, COLUMNS, 8]: of each row of x, of which a tile has COLUMNS, the eight
+// elements that a half of a product takes. A warp lays a window of a row; eight neighbouring rows are a block's, so
+// that it writes 128 bytes at once.
 extern "C" __global__ void __launch_bounds__(256) lay_input(
     Element* image, u32* counters, const Element* x, i64 rows, i64 inputs, i64 tiles) {
   __shared__ Element window[8][WINDOW];
@@ -281,7 +282,8 @@ extern "C" __global__ void __launch_bounds__(256) lay_input(
       made[t] = window[n][place_in_window(half / 2, half % 2, t, 0)] |
                 (u32)window[n][place_in_window(half / 2, half % 2, t, 1)] << 16;
     if (from < rows) {
-      uint4* to = (uint4*)(image + (((i64)own * 2 * PRODUCTS + half) * COLUMNS + from) * 8);
+      const i64 before = ((i64)(from / COLUMNS * windows + own) * 2 * PRODUCTS + half) * COLUMNS + from % COLUMNS;
+      uint4* to = (uint4*)(image + before * 8);
       *to = make_uint4(made[0], made[1], made[2], made[3]);
     }
   }
@@ -289,14 +291,20 @@ extern "C" __global__ void __launch_bounds__(256) lay_input(
 
 // --- who does what ---------------------------------------------------------------------------------------------------
 
-// Units of work: `stages` of each tile, `total` of all, which `blocks` share; those of a block from `first` to `end`.
+// Units of work: `stages` of each tile, of which `wide` have the same rows of w, `total` of all, which `blocks` share;
+// those of a block from `first` to `end`.
 struct Units {
-  int stages, total, blocks, first, end;
+  int stages, wide, total, blocks, first, end;
 
-  __device__ __forceinline__ Units(int outputs, int inputs, int blocks) : blocks(blocks), first(0), end(0) {
+  __device__ __forceinline__ Units(int outputs, int inputs, int rows, int blocks) : blocks(blocks), first(0), end(0) {
     stages = inputs / (WINDOWS * WINDOW);
-    total = (outputs + TILE - 1) / TILE * stages;
+    wide = (rows + COLUMNS - 1) / COLUMNS;
+    total = (outputs + TILE - 1) / TILE * wide * stages;
   }
+
+  // The first row of w and the first row of x in a tile: those with the same rows of w follow one another.
+  __device__ __forceinline__ int row(int tile) const { return tile / wide * TILE; }
+  __device__ __forceinline__ int column(int tile) const { return tile % wide * COLUMNS; }
 
   __device__ __forceinline__ int first_in(int block) const { return (u32)block * (u32)total / (u32)blocks; }
   __device__ __forceinline__ int block_with(int unit) const { return (((u32)unit + 1) * (u32)blocks - 1) / (u32)total; }
@@ -341,7 +349,7 @@ __device__ __forceinline__ void produce_weights(const Weight& w, const Units& un
   const i64 row_bytes = (i64)w.inputs / 8 * BITS;
   Place place = {0, 1};
   for (int unit = units.first; unit < units.end; unit++) {
-    const int row = unit / units.stages * TILE, stage = unit % units.stages, present = min(TILE, w.outputs - row);
+    const int row = units.row(unit / units.stages), stage = unit % units.stages, present = min(TILE, w.outputs - row);
     const unsigned char* from = w.values + (row + first) * row_bytes + stage * ROW_BYTES + column;
     const u32 to = ring.begin + place.at * W_STAGE + first * PITCH + column;
     barrier_wait(ring.empty + place.at * 8, place.parity);
@@ -358,7 +366,8 @@ __device__ __forceinline__ void produce_x(const Element* image, const Units& uni
   constexpr int OF_UNIT = WINDOWS * PRODUCTS / X_PRODUCTS;
   Place place = {0, 1};
   for (int unit = units.first; unit < units.end; unit++) {
-    const unsigned char* from = (const unsigned char*)image + (i64)(unit % units.stages) * OF_UNIT * X_STAGE;
+    const int before = unit / units.stages % units.wide * units.stages + unit % units.stages;
+    const unsigned char* from = (const unsigned char*)image + (i64)before * OF_UNIT * X_STAGE;
     for (int i = 0; i < OF_UNIT; i++) {
       const u32 barrier = ring.full + place.at * 8;
       barrier_wait(ring.empty + place.at * 8, place.parity);
@@ -384,7 +393,7 @@ struct Scales {
     const int groups = w.inputs / GROUP, first = unit % units.stages * WINDOWS * WINDOW + OWN_K * (threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int n = min(unit / units.stages * TILE + row + 8 * half, w.outputs - 1);
+      const int n = min(units.row(unit / units.stages) + row + 8 * half, w.outputs - 1);
 #pragma unroll
       for (int window = 0; window < WINDOWS; window++) {
         const int k = first + window * WINDOW;
@@ -464,8 +473,9 @@ struct alignas(128) Head {
 };
 static_assert(sizeof(Head) == 640, "as tiles.py has it");
 
-__device__ __forceinline__ void store_sum(Element* y, const Weight& w, int tile, int rows, int i, float sum) {
-  const int n = tile * TILE + row_of(i), m = column_of(i);
+__device__ __forceinline__ void store_sum(
+    Element* y, const Weight& w, const Units& units, int tile, int rows, int i, float sum) {
+  const int n = units.row(tile) + row_of(i), m = units.column(tile) + column_of(i);
   if (m < rows && n < w.outputs) finish(y, w, m, n, sum);
 }
 
@@ -485,7 +495,7 @@ __device__ __forceinline__ void add_parts(
     }
   }
 #pragma unroll
-  for (int i = 0; i < EACH; i++) store_sum(y, w, tile, rows, from + i, sums[i]);
+  for (int i = 0; i < EACH; i++) store_sum(y, w, units, tile, rows, from + i, sums[i]);
 }
 
 // Where the tensor cores find a product's part of a stage of x: eights of rows are 128 bytes apart, and its halves as
@@ -581,7 +591,7 @@ __device__ __forceinline__ void multiply_tiles(
     release_x();
     if (is_whole) {
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) store_sum(y, w, tile, rows, i, sums[i]);
+      for (int i = 0; i < SUMS; i++) store_sum(y, w, units, tile, rows, i, sums[i]);
     } else {
       (is_first ? divided_first : divided_last) = tile;
 #pragma unroll
@@ -616,7 +626,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) product_tiles(
   Head& head = *(Head*)memory;
   let_next_kernel_start();
   const Weight w = {values, scales, points, global_scale, bias, (int)outputs, (int)inputs};
-  Units units(w.outputs, w.inputs, gridDim.x);
+  Units units(w.outputs, w.inputs, (int)rows, gridDim.x);
   units.first = units.first_in(blockIdx.x), units.end = units.first_in(blockIdx.x + 1);
   const u32 begin = shared_address(memory + sizeof(Head));
   const Ring w_ring = {begin, shared_address(head.w_full), shared_address(head.w_empty), (int)w_stages};
@@ -652,10 +662,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING) sum_tiles(
     i64 outputs, i64 inputs, i64 blocks) {
   let_next_kernel_start();
   const Weight w = {nullptr, scales, nullptr, global_scale, bias, (int)outputs, (int)inputs};
-  const Units units(w.outputs, w.inputs, (int)blocks);
+  const Units units(w.outputs, w.inputs, (int)rows, (int)blocks);
   const int tile = blockIdx.x;
-  if (units.first_of(tile) == units.last_of(tile)) return;
-  wait_for_kernel_in_front();
+  wait_for_kernel_in_front();    // before any of them ends: what comes next waits for this kernel alone
+  if (tile * units.stages >= units.total || units.first_of(tile) == units.last_of(tile)) return;
   add_parts<8>(y, w, units, parts, tile, (int)rows, blockIdx.y * 8);
 }
 #endif

@@ -16,8 +16,8 @@ from precast.kernels.quantised_linear import launches
 from precast.kernels.records import Condition, Launch, Pointer, Record
 from precast.kernels.use import Use
 
-COLUMNS = (16, 32, 64, 128, 256)
-"""Rows of the input that there is room for: a kernel and a record each."""
+ROWS = (16, 32, 64, 128, 256)
+"""Rows of the input at most: a record each."""
 _LEAST = 9
 """Of fewer rows it is the weight stream."""
 _TILE, _WINDOW, _PRODUCTS = 128, 128, 8
@@ -30,6 +30,8 @@ _NUM_SMS, _SHARED_BYTES, _HEAD_BYTES = 132, 227 << 10, 640
 _MOST_STAGES = 16
 _X_STAGES = {16: 8, 32: 6, 64: 4, 128: 3, 256: 3}
 """Stages of the input at least that a block holds, by columns; the weight gets what is left, and they the rest."""
+_MOST_IN_STEPS = 128
+"""Rows of which a thread has room for the sums of a window beside those of the tile."""
 _FORMATS = {
     "packed4": ("PACKED4", 4), "mxfp4": ("FP4", 4), "nvfp4": ("FP4", 4), "nvfp4_divided": ("FP4", 4),
     "fp8": ("FLOAT8", 8), "int8": ("INT8", 8), "packed8": ("INT8", 8),
@@ -39,9 +41,7 @@ _ELEMENT, _FLOAT32, _E4M3, _E8M0 = range(4)
 _MOST_TAKEN = 112
 """What is subtracted from values of four bits besides a point: bfloat16 holds whole numbers from 128 to 256."""
 _MIDDLE = 128
-"""What is subtracted from values of eight bits in words."""
-_MOST_IN_STEPS = 128
-"""Rows of which a thread has room for the sums of a window beside those of the tile."""
+"""What is subtracted from values of eight bits in words; besides points it is 0 or 1, so that bfloat16 holds it."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -67,9 +67,11 @@ def _lies(use: Use) -> _Lies | None:
     scales, offset = use.operands["scales"].type.dtype, use.constant("zero_offset") or 0
     if use.has("zeros") and format not in ("packed4", "packed8"):
         return None
+    if use.has("global_scale") and use.operands["global_scale"].type.dtype != "float32":
+        return None
     if not isinstance(offset, int) or (bits == 4 and not 0 <= offset <= _MOST_TAKEN):
         return None
-    if format == "packed8" and not use.has("zeros") and offset != _MIDDLE:
+    if format == "packed8" and offset not in ((0, 1) if use.has("zeros") else (_MIDDLE,)):
         return None
     if kind == "FP4":
         return _Lies(kind, bits, _E8M0 if format == "mxfp4" else _E4M3, sizes.group, 1, False, 0)
@@ -85,9 +87,10 @@ def _lies(use: Use) -> _Lies | None:
 
 
 class Plan(NamedTuple):
-    """`windows` of a stage of the weight, stages of the weight and of the input in shared memory, tiles, blocks, and
-    the shared memory that one fills."""
+    """Rows of the input in a tile; `windows` of a stage of the weight, stages of the weight and of the input in shared
+    memory, tiles, blocks, and the shared memory that one fills."""
 
+    columns: int
     windows: int
     w_stages: int
     x_stages: int
@@ -95,20 +98,26 @@ class Plan(NamedTuple):
     grid: int
     shared_bytes: int
 
+    @property
+    def part_bytes(self) -> int:
+        """Of the sums of a tile."""
+        return 4 * _TILE * self.columns
 
-def plan_of(columns: int, outputs: int, inputs: int, bits: int, *, blocks: int = _NUM_SMS) -> Plan:
-    """The plan of a layer with a multiple of 128 inputs, over as many blocks at most."""
+
+def plan_of(rows: int, outputs: int, inputs: int, bits: int, *, in_steps: bool = False, blocks: int = _NUM_SMS) -> Plan:
+    """The plan for up to so many of `ROWS`, of a layer with a multiple of 128 inputs, over as many blocks at most."""
+    columns = min(rows, _MOST_IN_STEPS) if in_steps else rows
     windows = next(each for each in (16 // bits, 8 // bits, 1) if inputs // _WINDOW % each == 0)
     row = windows * _WINDOW * bits // 8
     w_stage = _TILE * (row + 64 if row % 128 == 0 else row)
     x_stage = 32 * columns * (_PRODUCTS if columns <= 128 else _PRODUCTS // 2)
     room = _SHARED_BYTES - _HEAD_BYTES
-    tiles = -(-outputs // _TILE)
+    tiles = -(-outputs // _TILE) * (rows // columns)
     units = tiles * (inputs // (_WINDOW * windows))
     w_stages = min((room - _X_STAGES[columns] * x_stage) // w_stage, _MOST_STAGES, max(units // blocks + 1, 2))
     x_stages = min((room - w_stages * w_stage) // x_stage, _MOST_STAGES)
     used = _HEAD_BYTES + w_stages * w_stage + x_stages * x_stage
-    return Plan(windows, w_stages, x_stages, tiles, min(blocks, units), used)
+    return Plan(columns, windows, w_stages, x_stages, tiles, min(blocks, units), used)
 
 
 def _is_static(use: Use) -> bool:
@@ -126,22 +135,18 @@ def _has_plain_rows(use: Use) -> bool:
     return counts and use.operands["input"].is_contiguous and use.constant("activation") in (None, "none")
 
 
-def _fits(use: Use, columns: int) -> bool:
-    lies, rows = _lies(use), use.number("input", -2)
-    return lies is not None and not (lies.in_steps and columns > _MOST_IN_STEPS) and (rows is None or rows <= columns)
+def _fits(use: Use, most: int) -> bool:
+    rows = use.number("input", -2)
+    return rows is None or rows <= most
 
 
-def _image_bytes(use: Use, columns: int) -> int:
-    return _aligned(2 * columns * _inputs(use))
+def _image_bytes(use: Use, most: int) -> int:
+    return -(-2 * most * _inputs(use) // 256) * 256
 
 
-def _parts_bytes(columns: int, plan: Plan) -> int:
+def _parts_bytes(plan: Plan) -> int:
     """Of each block's first tile and of its last."""
-    return 2 * plan.grid * 4 * _TILE * columns
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
+    return 2 * plan.grid * plan.part_bytes
 
 
 def _inputs(use: Use) -> int:
@@ -150,30 +155,30 @@ def _inputs(use: Use) -> int:
     return sizes.inputs
 
 
-def _plan(use: Use, columns: int) -> Plan:
+def _plan(use: Use, most: int) -> Plan:
     lies, sizes = _lies(use), launches.sizes_of(use)
     assert lies is not None
     assert sizes is not None
-    return plan_of(columns, sizes.outputs, sizes.inputs, lies.bits)
+    return plan_of(most, sizes.outputs, sizes.inputs, lies.bits, in_steps=lies.in_steps)
 
 
-def _workspace(use: Use, columns: int) -> Expr:
+def _workspace(use: Use, most: int) -> Expr:
     """The input as it is laid, the parts of tiles, and a counter for each tile."""
-    plan = _plan(use, columns)
-    return _image_bytes(use, columns) + _parts_bytes(columns, plan) + 4 * plan.tiles
+    plan = _plan(use, most)
+    return _image_bytes(use, most) + _parts_bytes(plan) + 4 * plan.tiles
 
 
-def _launches(use: Use, columns: int) -> tuple[Launch, ...]:
-    lies, sizes, plan = _lies(use), launches.sizes_of(use), _plan(use, columns)
+def _launches(use: Use, most: int) -> tuple[Launch, ...]:
+    lies, sizes, plan = _lies(use), launches.sizes_of(use), _plan(use, most)
     assert lies is not None
     assert sizes is not None
     rows = numel(use.shape("input")[:-1])
-    constants = _constants(use, lies, columns, plan)
+    constants = _constants(use, lies, plan)
     given = {name: Pointer(name) if use.has(name) else None for name in ("zeros", "global_scale", "bias")}
     dtype = use.operands["input"].type.dtype
-    image, parts = Pointer("workspace", dtype), Pointer("workspace", "float32", _image_bytes(use, columns))
+    image, parts = Pointer("workspace", dtype), Pointer("workspace", "float32", _image_bytes(use, most))
     file = "precast.kernels.quantised_linear/tiles.cu"
-    counters = Pointer("workspace", "int32", _image_bytes(use, columns) + _parts_bytes(columns, plan))
+    counters = Pointer("workspace", "int32", _image_bytes(use, most) + _parts_bytes(plan))
     made = (
         Launch(
             f"{file}:lay_input",
@@ -191,11 +196,11 @@ def _launches(use: Use, columns: int) -> tuple[Launch, ...]:
             constants=constants, block=_THREADS, shared_bytes=plan.shared_bytes, pdl=True,
         ),
     )  # fmt: skip
-    if columns <= _ADDED_AT_ONCE:
+    if plan.columns <= _ADDED_AT_ONCE:
         return made
     added = Launch(
         f"{file}:sum_tiles",
-        grid=(plan.tiles, ceildiv(rows, 16)),
+        grid=(plan.tiles, plan.columns // 16),
         args=(
             Pointer("out.0"), parts, Pointer("scales"), given["global_scale"], given["bias"], rows, sizes.outputs,
             sizes.inputs, plan.grid,
@@ -205,14 +210,15 @@ def _launches(use: Use, columns: int) -> tuple[Launch, ...]:
     return (*made, added)
 
 
-def _constants(use: Use, lies: _Lies, columns: int, plan: Plan) -> dict[str, int | float | bool | str]:
+def _constants(use: Use, lies: _Lies, plan: Plan) -> dict[str, int | float | bool | str]:
     offset: int | bool = lies.offset if lies.kind == "PACKED4" or use.constant("format") == "packed8" else False
     of_all = 0
     if use.has("global_scale"):
         of_all = 1 if use.number("global_scale", 0) == 1 else 2
     return {
         lies.kind: True, "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "POINTS": use.has("zeros"),
-        "COLUMNS": columns, "WINDOWS": plan.windows, "SUMS_APART": columns > _ADDED_AT_ONCE,
+        "COLUMNS": plan.columns, "WINDOWS": plan.windows,
+        "SUMS_APART": plan.columns > _ADDED_AT_ONCE,
         "SCALED_ROWS": lies.rows, "SCALE": lies.scale, "STEPS": lies.in_steps,
         "GROUP": False if lies.group is None else lies.group,
         "GLOBAL": of_all or False, "DIVIDES": "divided" in str(use.constant("format")),
@@ -231,15 +237,12 @@ _TAKES = (
 
 
 def records() -> Iterator[Record]:
-    """A record for each number of columns."""
-    for least, columns in zip((_LEAST, *(each + 1 for each in COLUMNS)), COLUMNS, strict=False):
+    """A record for each number of rows."""
+    for least, most in zip((_LEAST, *(each + 1 for each in ROWS)), ROWS, strict=False):
         yield Record(
-            name=f"cuda.quantised_linear_to_{columns}", op="precast.quantised_linear", kind="cuda", devices=("cuda",),
-            min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={"T": (least, columns)},
-            dtypes=dict.fromkeys(("input", "bias"), _HALF), workspace=partial(_workspace, columns=columns),
-            runs=partial(_launches, columns=columns),
-            takes=(
-                *_TAKES,
-                Condition(f"scales of values, or up to {_MOST_IN_STEPS} rows", partial(_fits, columns=columns)),
-            ),
+            name=f"cuda.quantised_linear_to_{most}", op="precast.quantised_linear", kind="cuda", devices=("cuda",),
+            min_capability=(9, 0), max_capability=(9, 0), allocates=False, sizes={"T": (least, most)},
+            dtypes=dict.fromkeys(("input", "bias"), _HALF), workspace=partial(_workspace, most=most),
+            runs=partial(_launches, most=most),
+            takes=(*_TAKES, Condition(f"at most {most} rows", partial(_fits, most=most))),
         )  # fmt: skip

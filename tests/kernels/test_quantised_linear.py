@@ -38,7 +38,7 @@ from precast.ir.memory.liveness import Operand
 from precast.kernels.choices import cases, resolve, workspace
 from precast.kernels.quantised_linear import float8
 from precast.kernels.quantised_linear.quantised_linear import quantise_input, quantised_linear
-from precast.kernels.quantised_linear.tiles import COLUMNS
+from precast.kernels.quantised_linear.tiles import ROWS
 from precast.kernels.records import Pointer
 from precast.kernels.step_launches import step_launches
 from precast.kernels.use import GPU, Target, Use, use_of
@@ -219,7 +219,7 @@ def test_hopper_has_launches_for_all_formats_and_sizes(weight: str) -> None:
     few, whole = "triton.quantised_linear_to_16", f"cublaslt.quantised_linear_from_{WHOLE_FROM.get(weight, 97)}"
     before = ["triton.quantised_linear_to_32"]
     if weight in STREAMED:
-        sizes = (2, 8, *(most for most in COLUMNS if most <= 128 or weight != "fp8 blocks"))
+        sizes = (2, 8, *(most for most in ROWS))
         before = [f"cuda.quantised_linear_to_{most}" for most in sizes]
     assert [name for name, _ in groupby(record.name for record in found)] == [few, *before, whole]
     assert all(record.control == "static" and not record.allocates for record in found)

@@ -205,13 +205,13 @@ int main(int, char** given) {
   const Element* x = drawn<Element>((size_t)rows * inputs, [] { return normal(1); });
 
   const size_t beyond = 64;
-  const Units units(outputs, inputs, blocks);
+  const Units units(outputs, inputs, rows, blocks);
+  const int tiles = units.total / units.stages, padded = (rows + COLUMNS - 1) / COLUMNS * COLUMNS;
   std::vector<Element> y((size_t)rows * outputs + beyond, 0x7fff);
-  Element* image = at_the_end<Element>((size_t)COLUMNS * inputs);
+  Element* image = at_the_end<Element>((size_t)padded * inputs);
   float4* parts = at_the_end<float4>((size_t)2 * blocks * (SUMS / 4) * MULTIPLYING);
-  const int tiles = (outputs + TILE - 1) / TILE;
   u32* counters = at_the_end<u32>(tiles);
-  memset(image, 0xff, (size_t)COLUMNS * inputs * 2);
+  memset(image, 0xff, (size_t)padded * inputs * 2);
   memset(parts, 0xff, (size_t)2 * blocks * SUMS * MULTIPLYING * 4);
   memset(counters, 0xff, tiles * 4);
   run({(unsigned)(inputs / WINDOW * ((rows + 7) / 8)), 1}, 256,
@@ -223,7 +223,7 @@ int main(int, char** given) {
   });
   CHECK(num_waiting == blocks * (MULTIPLYING + 32));    // all but the warps that bring w, and those that do nothing
 #ifdef SUMS_APART
-  run({(unsigned)tiles, (unsigned)(rows + 15) / 16}, MULTIPLYING,
+  run({(unsigned)tiles, SUMS / 8}, MULTIPLYING,
       [&] { sum_tiles(y.data(), parts, scales, whole, bias, rows, outputs, inputs, blocks); });
 #endif
 
