@@ -208,6 +208,14 @@ SHAPES |= {
             }},
         },
     },
+    "llama-3.1-8b-nvfp4": {
+        **SHAPES["llama-3.1-8b"],
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    },
+    "llama-3.1-8b-gptq": {
+        **SHAPES["llama-3.1-8b"],
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    },
     "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-120b"], "num_hidden_layers": 24, "num_local_experts": 32},
 }  # fmt: skip
 
