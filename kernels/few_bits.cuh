@@ -120,14 +120,13 @@ __device__ __forceinline__ u32 elements_of_fp4(u32 word, int i) {
   return multiplied(lowered_fp4(word, i), RAISES_FP4);
 }
 
-// Scales for `scaled_fp4`, of byte i of a word: float8_e4m3fn; and E8M0, which are powers of two. In
+// Scales for `scaled_fp4`, of byte i of a word: float8_e4m3fn without a sign; and E8M0, which are powers of two. In
 // bfloat16 they are 2^62 times as large, of which powers above 2^65 are cut; in float16 those above 2^15 are.
 __device__ __forceinline__ u32 fp4_scale_of_float8(u32 word, int i) {
 #ifdef FLOAT16
   return float16_of_float8(__byte_perm(word, 0, 0x11 * i), 0);
 #else
-  const u32 both = __byte_perm(word, 0, 0x4040 | 0x101 * i);
-  const u32 lowered = (both & 0x007f007f) << 4 | (both & 0x00800080) << 8;    // 2^-120 times the number
+  const u32 lowered = __byte_perm(word, 0, 0x4040 | 0x101 * i) << 4;    // 2^-120 times the number
   return multiplied(multiplied(lowered, twice(0x6d00)), twice(0x6d00));    // 2^91, twice
 #endif
 }

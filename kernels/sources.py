@@ -67,7 +67,7 @@ def _imported(name: str) -> list[str]:
 
 def _included(name: str) -> list[str]:
     """The headers that a file of CUDA C++ includes, as this module names files."""
-    return [f"{_ROOM}/{header}" for header in included(_file(name).read_text(encoding="utf-8"))]
+    return [f"{_ROOM}{'.' if '/' in each else '/'}{each}" for each in included(_file(name).read_text(encoding="utf-8"))]
 
 
 def _module(launches: Launches) -> str:

@@ -22,9 +22,9 @@ int main() {
       check("raised nibbles", word, i, raised_nibbles(word, i), NIBBLES_FROM + low, NIBBLES_FROM + high);
       check("nibbles", word, i, elements_of_nibbles(word, i, 7), low - 7, high - 7);
       check("fp4", word, i, elements_of_fp4(word, i), of_fp4(low), of_fp4(high));
-      const u32 stored = word >> 1, byte = stored >> 8 * i & 255;
+      const u32 stored = word >> 1 & 0x7f7f7f7f, byte = stored >> 8 * i & 127;
       const double size = of_float8(byte) / FP4_SUMS;
-      if ((byte & 127) != 127)
+      if (byte != 127)
         check("fp4 and float8", word, i, scaled_fp4(word, i, fp4_scale_of_float8(stored, i)), of_fp4(low) * size,
               of_fp4(high) * size);
 #ifdef FLOAT16

@@ -88,6 +88,7 @@ def test_a_tile_for_each_block_and_none_without() -> None:
 
 PTX = "// --- what PTX has and C++ has not"
 HALF, FEW_BITS_HEADER = '#include "half.cuh"\n', '#include "few_bits.cuh"\n'
+PRODUCTS_HEADER = '#include "linear/stream_products.cuh"\n'
 
 
 def without_ptx(source: str, plain: str) -> str:
@@ -105,7 +106,9 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     kernels = here.parents[1] / "kernels"
     header = without_ptx((kernels / "few_bits.cuh").read_text(encoding="utf-8"), "// --- pairs of elements")
     plain = without_ptx((kernels / FILE).read_text(encoding="utf-8"), "// --- activations")
-    plain = plain.replace(HALF, "").replace(FEW_BITS_HEADER, header.replace("#pragma once", ""))
+    products = (kernels / "linear" / "stream_products.cuh").read_text(encoding="utf-8")
+    plain = plain.replace(PRODUCTS_HEADER, products).replace(FEW_BITS_HEADER, header).replace("#pragma once", "")
+    plain = plain.replace(HALF, "")
     plain = plain.replace('extern "C"', "")
     plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
     (folder / "stream.inc").write_text(plain, encoding="utf-8")
