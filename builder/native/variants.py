@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from precast.ir.errors import TargetError
 from precast.ir.graph.logit_parts import in_parts
-from precast.ir.graph.schema import Apply, Graph, Node, Recipe, Transpose
+from precast.ir.graph.schema import Apply, Graph, Node, Recipe, Repack, Transpose
 from precast.ir.graph.world import bound
 from precast.ir.memory.capture import MOST_TOKENS
 from precast.ir.native import world_text
@@ -39,7 +39,14 @@ from precast.kernels.step_launches import (
     sums_launched,
 )
 from precast.kernels.use import Target, types_in, uses_in
-from precast.kernels.without_torch.copies import REARRANGED, rearranged, rearranged_key
+from precast.kernels.without_torch.copies import (
+    REARRANGED,
+    REPACKED,
+    rearranged,
+    rearranged_key,
+    repacked,
+    repacked_key,
+)
 
 _ODD = (1, 2, 3, 5, 17)
 """Numbers of tokens and sequences that make addresses and strides as uneven as they get."""
@@ -126,14 +133,23 @@ def variants(graph: Graph, targets: Sequence[Target], among: Among | None = None
 
 
 def _of_load(graph: Graph) -> Iterator[Variant]:
-    """What a load launches: copies of params whose rows and columns are exchanged."""
+    """What a load launches: copies of params whose rows and columns are exchanged, and of words in another order."""
     for size in sorted({element_bytes(param.type.dtype) for param in graph.params if _is_turned(param.recipe)}):
         if size in REARRANGED:
             yield Variant(rearranged(), *rearranged_key(REARRANGED[size]), (), (), ())
+    found = set[str]().union(*(_repacked(param.recipe) for param in graph.params))
+    for part in REPACKED:
+        if part in found:
+            yield Variant(repacked(part), *repacked_key(part), (), (), ())
 
 
 def _is_turned(recipe: Recipe) -> bool:
     return isinstance(recipe, Transpose) or any(map(_is_turned, recipes.parts(recipe)))
+
+
+def _repacked(recipe: Recipe) -> set[str]:
+    own = {recipe.part} if isinstance(recipe, Repack) else set[str]()
+    return own.union(*map(_repacked, recipes.parts(recipe)))
 
 
 def _part_launches(graph: Graph, target: Target, among: Among) -> Iterator[LaunchAt]:

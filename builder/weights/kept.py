@@ -29,6 +29,7 @@ from precast.ir.graph.schema import (
     Expr,
     Param,
     Recipe,
+    Repack,
     Reshape,
     Slice,
     Stack,
@@ -43,11 +44,7 @@ ALONE = {"tp": 1, "ep": 1, "rank": 0}
 
 T = TypeVar("T")
 
-BY_INPUTS = ("awq", "gptq")
-"""Formats whose parts have the inputs of a linear layer first, and its outputs last."""
-
-
-_IN_GROUPS = ("awq", "gptq", *PACKED)
+_IN_GROUPS = ("gptq", *PACKED)
 """Formats that have a scale for a few inputs each; others have so few that float32 costs nothing."""
 
 
@@ -126,7 +123,7 @@ def _kept(recipe: Recipe, dtype: Dtype) -> Kept:
 def _dequantised(recipe: Dequantise) -> Kept:
     if recipe.biases is not None:
         raise Misfit("its groups have biases, and no op adds these")
-    if recipe.format == "gptq" and recipe.groups is None:
+    if recipe.format == "awq" or (recipe.format == "gptq" and recipe.groups is None):
         return _transposed(_dequantised(_in_rows(recipe)), 0, 1)
     shape = recipes.shape(recipe)
     rank = len(shape)
@@ -143,18 +140,24 @@ def _dequantised(recipe: Dequantise) -> Kept:
 
 
 def _in_rows(recipe: Dequantise) -> Dequantise:
-    """GPTQ's weight [inputs, outputs] as packed4 [outputs, inputs]: the same words, with rows and columns exchanged.
+    """The weight [inputs, outputs] as packed4 [outputs, inputs]: GPTQ's words with rows and columns exchanged, and
+    AWQ's values in other words.
 
     Kernels read the words of a row one after the other. Where each input has a group of its own, they want the scales
     of a group side by side instead, as GPTQ has them.
     """
-    of, scales = (compact.transposed(part, 0, 1) for part in (recipe.of, recipe.scales))
-    zeros = None if recipe.zeros is None else compact.transposed(recipe.zeros, 0, 1)
+    assert recipe.zeros is not None, "verified"
+    scales = compact.transposed(recipe.scales, 0, 1)
+    if recipe.format == "awq":
+        of: Recipe = Repack(recipe.of, "values")
+        zeros: Recipe = Repack(recipe.zeros, "zeros")
+    else:
+        of, zeros = (compact.transposed(part, 0, 1) for part in (recipe.of, recipe.zeros))
     return msgspec.structs.replace(recipe, of=of, scales=scales, zeros=zeros, format="packed4")
 
 
 _PACKED_VALUES = {
-    "mxfp4": (1, 2), "nvfp4": (1, 2), "nvfp4_divided": (1, 2), "awq": (1, PER_INT32), "gptq": (PER_INT32, 1),
+    "mxfp4": (1, 2), "nvfp4": (1, 2), "nvfp4_divided": (1, 2), "gptq": (PER_INT32, 1),
     **{format: (1, each) for format, each in PACKED.items()},
 }  # fmt: skip
 """The steps of values along rows and columns; in other formats each stands for itself."""
@@ -188,7 +191,7 @@ def _zeros(recipe: Dequantise, shape: Sequence[Expr]) -> tuple[int, int]:
     rows, columns = _scales(recipe, shape)
     if recipe.format in PACKED:
         return PACKED[recipe.format], columns
-    return (rows, PER_INT32) if recipe.format in BY_INPUTS else (rows, columns)
+    return (rows, PER_INT32) if recipe.format == "gptq" else (rows, columns)
 
 
 _STEPS = {
@@ -440,7 +443,7 @@ def stored(whole: Kept, name: str, scales: Dtype = "float32") -> Stored:
     of inputs are held in, where the format doesn't say it; a load refuses those that this type would round. Others are
     held in float32. Raises Misfit where no `Dequantise` could say it."""
     rank = len(whole.shape)
-    if whole.format in BY_INPUTS:
+    if whole.format == "gptq":
         whole = _transposed(whole, rank - 2, rank - 1)
     block = _checked_block(whole)
     params: dict[str, Param] = {}
@@ -473,7 +476,7 @@ def _checked_block(whole: Kept) -> tuple[int, int] | None:
         blocks = tuple(step or size for step, size in zip((first, second), sizes, strict=True))
     else:
         fits = fits and steps["of"][lead:] == _values(whole.format)
-        fits = fits and (second if whole.format in BY_INPUTS else first) == 1
+        fits = fits and (second if whole.format == "gptq" else first) == 1
         if whole.format == "mxfp4":
             fits = fits and second > 0 and second % 2 == 0
         blocks = None

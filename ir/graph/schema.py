@@ -263,6 +263,17 @@ class Repeat(Wire, frozen=True, tag="repeat", tag_field="k"):
     count: Expr
 
 
+class Repack(Wire, frozen=True, tag="repack", tag_field="k"):
+    """Words of `awq`, a read of int32, as `packed4` has them: the same values of four bits.
+
+    `values`: [I, O / 8] as [O, I / 8], of eight inputs each; `zeros`: [G, O / 8] as [O / 8, G], of eight outputs each,
+    in order.
+    """
+
+    of: Recipe
+    part: Literal["values", "zeros"]
+
+
 class Tie(Wire, frozen=True, tag="tie", tag_field="k"):
     """The same memory as another param of the graph."""
 
@@ -281,8 +292,9 @@ class Scale(Wire, frozen=True, tag="scale", tag_field="k"):
 
 
 Recipe = (
-    Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Quantise | Repeat | Tie | Scale
-)
+    Read | Slice | Concat | Stack | Transpose | Reshape | Cast | Each | Dequantise | Quantise | Repeat | Repack | Tie
+    | Scale
+)  # fmt: skip
 
 
 class Param(Wire, frozen=True):

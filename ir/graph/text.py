@@ -112,6 +112,8 @@ def format_recipe(recipe: schema.Recipe) -> str:
             return f"dequantise({kind}, {format_recipe(of)}, {format_recipe(scales)}, block={size}, {rest})"
         case schema.Quantise(of, part, block):
             return f"quantise({part}, {format_recipe(of)}, block=[{block[0]}, {block[1]}])"
+        case schema.Repack(of, part):
+            return f"repack({part}, {format_recipe(of)})"
         case schema.Tie(param):
             return f"tie({_ref(param)})"
         case schema.Scale(tensors, default):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from precast.ir import limits
 from precast.ir.errors import RecipeError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Dequantise, Dtype, Expr, Quantise, ReadDtype
+from precast.ir.graph.schema import Dequantise, Dtype, Expr, Quantise, Read, ReadDtype, Repack
 from precast.ir.graph.symbols import shape_text
 
 PER_INT32 = 8
@@ -104,6 +104,22 @@ def dtype_at_load(recipe: Quantise, of: ReadDtype | None) -> Dtype:
     """The element type of such a part. Raises RecipeError for what holds no numbers of a floating type."""
     expect(of in (*_ANY_FLOAT, "float64"), f"quantise: of {of}, expected a floating type")
     return "float8_e4m3fn" if recipe.part == "values" else "float32"
+
+
+def repacked_shape(recipe: Repack, of: Sequence[Expr]) -> Sizes:
+    """The sizes of `packed4`'s words, from those of `awq`'s. Raises RecipeError for what is no matrix of such words."""
+    fits = isinstance(recipe.of, Read) and len(of) == 2
+    expect(fits, f"repack: expected a matrix that is read, found {type(recipe.of).__name__.lower()} {shape_text(of)}")
+    if recipe.part == "zeros":
+        return of[1], of[0]
+    expect(_divides(PER_INT32, of[0]), f"repack: {symbols.text(of[0])} inputs, expected a multiple of {PER_INT32}")
+    return symbols.mul(of[1], PER_INT32), symbols.floordiv(of[0], PER_INT32)
+
+
+def repacked_dtype(of: ReadDtype | None) -> Dtype:
+    """The element type of such words. Raises RecipeError for others."""
+    expect(of == "int32", f"repack: of {of or 'any floating type'}, expected int32")
+    return "int32"
 
 
 def stored_dtype(format: str) -> Dtype:

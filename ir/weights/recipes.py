@@ -109,6 +109,8 @@ def shape(recipe: schema.Recipe) -> tuple[schema.Expr, ...]:
     found = shape(recipe.of)
     if isinstance(recipe, schema.Quantise):
         return quantised.shape_at_load(recipe, found)
+    if isinstance(recipe, schema.Repack):
+        return quantised.repacked_shape(recipe, found)
     if isinstance(recipe, schema.Each):
         return _repeated(recipe, found)
     if isinstance(recipe, schema.Slice):
@@ -149,6 +151,8 @@ def dtype(recipe: schema.Recipe) -> schema.ReadDtype | None:
         return "float32"
     if isinstance(recipe, schema.Quantise):
         return quantised.dtype_at_load(recipe, dtype(recipe.of))
+    if isinstance(recipe, schema.Repack):
+        return quantised.repacked_dtype(dtype(recipe.of))
     return dtype(recipe.of)
 
 

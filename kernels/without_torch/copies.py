@@ -1,7 +1,7 @@
 """Elements brought from where they lie to where they are wanted: one launch for each tensor that is copied.
 
 A load copies so, too, what stands otherwise in a checkpoint than in memory (`rearranged`): of any sizes and steps, by
-one kernel for each size of an element.
+one kernel for each size of an element. AWQ's words become packed4's on the way (`repacked`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 from precast.ir.graph.schema import Dtype, Expr, Items
 from precast.ir.graph.symbols import add, ceildiv, mul, numel
@@ -25,6 +26,10 @@ REARRANGED: Mapping[int, Dtype] = MappingProxyType({1: "uint8", 2: "float16", 4:
 """By the bytes of an element, as what a load copies it: of its bits nothing is changed."""
 _ROWS, _COLUMNS, _MOST_BLOCKS = 32, 128, 65535
 _SIZES = ("num_rows", "num_columns", "size_a", "size_b", "size_c")
+REPACKED: tuple[Literal["values", "zeros"], ...] = ("values", "zeros")
+"""The parts of AWQ's weights that a load repacks, each by a kernel of its own."""
+_WORDS: Dtype = "int32"
+_WORD_ROWS, _WORD_COLUMNS = 16, 32
 _STEPS = tuple(f"{of}_{axis}" for of in ("x", "out") for axis in ("a", "b", "c", "column"))
 
 
@@ -76,6 +81,43 @@ def rearranged_arguments(
     zeros = (0,) * missing
     sizes = (math.prod(outer), columns, *(1,) * missing, *outer)
     return grid, (*sizes, *zeros, *(source or (1,)), *zeros, *(out or (1,)))
+
+
+def repacked(part: str) -> Launch:
+    """A load's copy of words that become others, whose sizes and steps are `repacked_arguments`."""
+    return Launch(
+        "precast.kernels.without_torch.triton:repack_kernel",
+        (ceildiv("num_rows", _WORD_ROWS), ceildiv("num_columns", _WORD_COLUMNS)),
+        (
+            Pointer("x"), Pointer("out.0"), "num_rows", "num_columns", "x_row", "x_word", "x_column", "out_row",
+            "out_word", "out_column",
+        ),
+        constants={"IS_VALUES": part == "values", "ROWS": _WORD_ROWS, "COLUMNS": _WORD_COLUMNS},
+    )  # fmt: skip
+
+
+def repacked_key(part: str) -> tuple[str, tuple[str, ...]]:
+    """As `rearranged_key`."""
+    known = forms(repacked(part), lambda _: _WORDS)
+    return launch_key(repacked(part), known), known
+
+
+def repacked_arguments(
+    part: str, shape: Sequence[int], source: Sequence[int], out: Sequence[int]
+) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
+    """As `rearranged_arguments`: of `values` for words [a, 8, b] of which eight go together, else for [a, b]."""
+    if part == "values":
+        rows, _, columns = shape
+        steps = (*source, *out)
+    else:
+        missing = 2 - len(shape)
+        if missing < 0:
+            return None
+        rows, columns = (*(1,) * missing, *shape)
+        (x_row, x_column), (out_row, out_column) = ((*(0,) * missing, *each) for each in (source, out))
+        steps = (x_row, 0, x_column, out_row, 0, out_column)
+    grid = -(-rows // _WORD_ROWS), -(-columns // _WORD_COLUMNS), 1
+    return None if grid[1] > _MOST_BLOCKS else (grid, (rows, columns, *steps))
 
 
 def has_few_axes(use: Use) -> bool:

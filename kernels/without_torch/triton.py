@@ -1,5 +1,5 @@
-"""The kernels of this room: a copy between tensors with any strides, elements by their numbers in a row, softmax and
-the largest of rows, and products of matrices. Offsets have 64 bits.
+"""The kernels of this room: a copy between tensors with any strides, words of four bits in another order, elements by
+their numbers in a row, softmax and the largest of rows, and products of matrices. Offsets have 64 bits.
 
 They are simple, and made for shapes of which no model has many.
 """
@@ -30,6 +30,62 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     values = tl.load(x + a * x_a + b * x_b + c * x_c + column * x_column, mask=mask)
     tl.store(out + a * out_a + b * out_b + c * out_c + column * out_column, values, mask=mask)
+
+
+@triton.jit
+def repack_kernel(  # type: ignore[no-untyped-def]
+    x, out, num_rows, num_columns, x_row, x_word, x_column, out_row, out_word, out_column,
+    IS_VALUES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """AWQ's words of four bits as packed4's: of values eight words of eight inputs each as those of eight outputs, of
+    zeros each for itself. Of AWQ's word half byte p is output 2 (p % 4) + p // 4."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    mask = (row < num_rows) & (column < num_columns)
+    x += row * x_row + column * x_column
+    out += row * out_row + column * out_column
+    w0 = tl.load(x, mask=mask, other=0)
+    if IS_VALUES:
+        w1 = tl.load(x + x_word, mask=mask, other=0)
+        w2 = tl.load(x + 2 * x_word, mask=mask, other=0)
+        w3 = tl.load(x + 3 * x_word, mask=mask, other=0)
+        w4 = tl.load(x + 4 * x_word, mask=mask, other=0)
+        w5 = tl.load(x + 5 * x_word, mask=mask, other=0)
+        w6 = tl.load(x + 6 * x_word, mask=mask, other=0)
+        w7 = tl.load(x + 7 * x_word, mask=mask, other=0)
+        # Half byte p of word j for half byte j of word p: by halves, quarters and eighths.
+        w0, w4 = _exchanged(w0, w4, 16, 0x0000FFFF)
+        w1, w5 = _exchanged(w1, w5, 16, 0x0000FFFF)
+        w2, w6 = _exchanged(w2, w6, 16, 0x0000FFFF)
+        w3, w7 = _exchanged(w3, w7, 16, 0x0000FFFF)
+        w0, w2 = _exchanged(w0, w2, 8, 0x00FF00FF)
+        w1, w3 = _exchanged(w1, w3, 8, 0x00FF00FF)
+        w4, w6 = _exchanged(w4, w6, 8, 0x00FF00FF)
+        w5, w7 = _exchanged(w5, w7, 8, 0x00FF00FF)
+        w0, w1 = _exchanged(w0, w1, 4, 0x0F0F0F0F)
+        w2, w3 = _exchanged(w2, w3, 4, 0x0F0F0F0F)
+        w4, w5 = _exchanged(w4, w5, 4, 0x0F0F0F0F)
+        w6, w7 = _exchanged(w6, w7, 4, 0x0F0F0F0F)
+        tl.store(out, w0, mask=mask)
+        tl.store(out + out_word, w4, mask=mask)
+        tl.store(out + 2 * out_word, w1, mask=mask)
+        tl.store(out + 3 * out_word, w5, mask=mask)
+        tl.store(out + 4 * out_word, w2, mask=mask)
+        tl.store(out + 5 * out_word, w6, mask=mask)
+        tl.store(out + 6 * out_word, w3, mask=mask)
+        tl.store(out + 7 * out_word, w7, mask=mask)
+    else:
+        moved = ((w0 >> 8) ^ w0) & 0x0000FF00
+        w0 = w0 ^ moved ^ (moved << 8)
+        moved = ((w0 >> 4) ^ w0) & 0x00F000F0
+        tl.store(out, w0 ^ moved ^ (moved << 4), mask=mask)
+
+
+@triton.jit
+def _exchanged(low, high, BITS: tl.constexpr, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The upper bits of MASK's fields of `low` for the lower ones of `high`."""
+    moved = ((low >> BITS) ^ high) & MASK
+    return low ^ (moved << BITS), high ^ moved
 
 
 @triton.jit

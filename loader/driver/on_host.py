@@ -23,6 +23,7 @@ from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.param_plan import Made, Planned, target_bytes
 from precast.loader.weights.parts import Casts
 from precast.loader.weights.read_plan import Copy, Job, Plan
+from precast.loader.weights.repacked import repacked
 from precast.loader.weights.stored_checks import BITS, Check
 from precast.loader.weights.views import View
 
@@ -136,7 +137,10 @@ def check_copy(checked: Mapping[int, Check], copy: Copy, staged: memoryview) -> 
 
 def put_copy(copy: Copy, staged: memoryview, made: Made) -> None:
     """Put what a job has staged into a target."""
-    put(_staged(copy, staged), copy.dtype, made[copy.target], copy.destination, copy.casts)
+    values = _staged(copy, staged)
+    if copy.repack is not None:
+        values = repacked(np.array(values, order="C"), copy.repack)
+    put(values, copy.dtype, made[copy.target], copy.destination, copy.casts)
 
 
 def _staged(copy: Copy, staged: memoryview) -> npt.NDArray[Any]:

@@ -15,7 +15,7 @@ from precast.ir.manifest import Checkpoint
 from precast.ir.weights import fit, scales
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.ir.weights.tensorfile import element_bytes
-from precast.kernels.without_torch.copies import rearranged_arguments
+from precast.kernels.without_torch.copies import rearranged_arguments, repacked_arguments
 from precast.loader.device import aligned
 from precast.loader.weights.parts import Assembly, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Copy, Plan, plan_reads
@@ -73,7 +73,7 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     on_host = {copy.target for job in plan.jobs for copy in job.copies}
     moved = {target for move in plan.moves for target in (move.source, move.target)}
     on_host |= moved
-    others = moved | {copy.target for job in plan.jobs for copy in job.copies if not _is_plain(copy)}
+    others = moved | {copy.target for job in plan.jobs for copy in job.copies if kernel_arguments(copy) is None}
     on_device = {i for i in on_host - others if plan.targets[i].name is not None}
     found = {check.param: check for check in checks(graph)}
     wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
@@ -82,10 +82,13 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by, frozenset(on_device))
 
 
-def _is_plain(copy: Copy) -> bool:
-    """Whether elements are brought to other places as they are, and a kernel has as many axes."""
-    found = rearranged_arguments(copy.source.shape, copy.source.strides, copy.destination.strides)
-    return not copy.casts and found is not None
+def kernel_arguments(copy: Copy) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
+    """The grid of the kernel that makes a copy on the device, and the integers after both addresses; None where
+    elements are converted, or have more axes than the kernel."""
+    of = copy.source.shape, copy.source.strides, copy.destination.strides
+    if copy.casts:
+        return None
+    return rearranged_arguments(*of) if copy.repack is None else repacked_arguments(copy.repack, *of)
 
 
 def planned_bytes(what: Planned) -> int:

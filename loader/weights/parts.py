@@ -22,6 +22,7 @@ from precast.ir.graph import symbols
 from precast.ir.weights import quantised, recipes
 from precast.loader.weights import views
 from precast.loader.weights.narrow import Computation, narrowed
+from precast.loader.weights.repacked import PER_WORD, Words
 from precast.loader.weights.views import Shape, View
 
 Region = tuple[tuple[int, int], ...]
@@ -44,13 +45,18 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Elements of a stored tensor, by its name in the recipes, for elements of a target; both views have one shape."""
+    """Elements of a stored tensor, by its name in the recipes, for elements of a target; both views have one shape.
+
+    `repack`: they are words that become others. Of `values` the views have three dimensions, of which the second are
+    the eight words that are read, and written, together.
+    """
 
     tensor: str
     source: View
     target: int
     destination: View
     casts: Casts
+    repack: Words | None = None
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -174,6 +180,8 @@ class Assembly:
                 self._place(part, views.select(destination, recipe.dim, i), inside, target, casts)
         elif isinstance(recipe, ir.Repeat):
             self._place_repeat(recipe, destination, region, target, casts)
+        elif isinstance(recipe, ir.Repack):
+            self._place_repack(recipe, destination, region, target, casts)
         else:
             assert isinstance(recipe, ir.Reshape), "verified: a tie or a scale is a recipe of its own"
             self._place_reshape(recipe, destination, region, target, casts)
@@ -229,6 +237,29 @@ class Assembly:
             wanted = views.divided(views.narrow(destination, dim, at, elements * copies), dim, copies)
             self.moves.append(Move(temporary, source, target, wanted))
 
+    def _place_repack(self, recipe: ir.Repack, destination: View, region: Region, target: int, casts: Casts) -> None:
+        """Outputs that begin or end within the eight of a word are taken from a temporary target that has them all."""
+        read, ((row, rows), (column, columns)) = recipe.of, region
+        assert isinstance(read, ir.Read), "verified"
+        stored = views.contiguous(_shape(read))
+        if recipe.part == "zeros":
+            source = _narrowed(views.transpose(stored, 0, 1), region)
+        elif row % PER_WORD or rows % PER_WORD:
+            first = row // PER_WORD * PER_WORD
+            taken = -(-(row + rows) // PER_WORD) * PER_WORD - first
+            whole = views.contiguous((taken, columns))
+            temporary = self._add_target(Target(None, casts[-1], whole.shape))
+            self._place_repack(recipe, whole, ((first, taken), (column, columns)), temporary, casts)
+            self.moves.append(Move(temporary, views.narrow(whole, 0, row - first, rows), target, destination))
+            return
+        else:
+            words, step = stored.shape[1], destination.strides
+            shape = (columns, PER_WORD, rows // PER_WORD)
+            source = View(PER_WORD * column * words + row // PER_WORD, shape, (PER_WORD * words, words, 1))
+            destination = View(destination.offset, shape, (step[1], step[0], PER_WORD * step[0]))
+        kept = _conversions(self._stored_dtype(read.tensor), casts)
+        self.parts.append(Part(read.tensor, source, target, destination, kept, recipe.part))
+
     def _place_reshape(self, recipe: ir.Reshape, destination: View, region: Region, target: int, casts: Casts) -> None:
         shape, inner = _shape(recipe), _shape(recipe.of)
         fitting = views.reshape(destination, inner) if region == _whole(shape) else None
@@ -273,10 +304,10 @@ def _inputs(recipe: Computation) -> dict[str, ir.Recipe]:
 
 
 def _leaf(recipe: ir.Recipe) -> tuple[ir.Read | Computation, View, Casts] | None:
-    """What the recipe reads or computes, as a view of it, and its casts; None if it joins or isn't strided."""
+    """What the recipe reads or computes, as a view of it, and its casts; None if it joins, repacks or isn't strided."""
     if isinstance(recipe, (ir.Read, ir.Dequantise, ir.Quantise)):
         return recipe, views.contiguous(_shape(recipe)), ()
-    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Repeat, ir.Tie, ir.Scale)):
+    if isinstance(recipe, (ir.Concat, ir.Stack, ir.Each, ir.Repeat, ir.Repack, ir.Tie, ir.Scale)):
         return None
     leaf = _leaf(recipe.of)
     if leaf is None:

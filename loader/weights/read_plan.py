@@ -1,9 +1,9 @@
 """From the parts of all params to the jobs that read them: which bytes of which file go where, in which order.
 
-Bytes that stand in a file as they will stand in memory are read into place. Others (transposed, cast, short rows) are
-read into a job's buffer and copied from there by a strided copy, on the target's device. Jobs are of bounded size and
-sorted as the files are; bytes that several parts need are read once, bytes that none needs are left out, but for gaps
-too short to be worth a read of their own.
+Bytes that stand in a file as they will stand in memory are read into place. Others (transposed, cast, repacked, short
+rows) are read into a job's buffer and copied from there by a strided copy, on the target's device. Jobs are of bounded
+size and sorted as the files are; bytes that several parts need are read once, bytes that none needs are left out, but
+for gaps too short to be worth a read of their own.
 
 All of it is integers; `precast.loader.weights.workers` executes it.
 """
@@ -21,6 +21,7 @@ from precast.ir.weights.checkpoint import StoredDtype, StoredTensor
 from precast.loader.device import aligned
 from precast.loader.weights.cuts import Cut, cuts_of
 from precast.loader.weights.parts import Assembly, Casts, Move, Target
+from precast.loader.weights.repacked import Words
 from precast.loader.weights.views import View
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ class Ranges(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """Elements of type `dtype` for elements of a target; `source` views the job's buffer from byte `offset` on."""
+    """Elements of type `dtype` for elements of a target; `source` views the job's buffer from byte `offset` on.
+    `repack`: as of a `Part`; elements are converted afterwards."""
 
     dtype: StoredDtype
     offset: int
@@ -81,6 +83,7 @@ class Copy(msgspec.Struct, frozen=True):
     target: int
     destination: View
     casts: Casts
+    repack: Words | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -159,11 +162,11 @@ def _job_of(cluster: list[Cut], sizes: Granularity) -> Job:
 
 
 def _direct_ranges(cut: Cut, shortest: int) -> tuple[Ranges, ...] | None:
-    """Straight into the target, row by row; None where rows are too short or elements change their type."""
+    """Straight into the target, row by row; None where rows are too short or elements don't stay as they are."""
     rows, length = cut.dims, 1
     if rows and rows[-1].source == rows[-1].destination == 1:
         rows, length = rows[:-1], rows[-1].size
-    if cut.casts or (rows and length * cut.itemsize < shortest):
+    if cut.casts or cut.repack or (rows and length * cut.itemsize < shortest):
         return None
     if not rows:  # as most are, of tens of thousands
         return (Ranges(cut.start, length * cut.itemsize, (), cut.target, cut.destination * cut.itemsize),)
@@ -217,7 +220,7 @@ def _copy(cut: Cut, offset: int, strides: list[int]) -> Copy:
     """The cut's elements, found in the buffer from byte `offset` on in these steps, to their places in the target."""
     shape = tuple(dim.size for dim in cut.dims)
     destination = View(cut.destination, shape, tuple(dim.destination for dim in cut.dims))
-    return Copy(cut.dtype, offset, View(0, shape, tuple(strides)), cut.target, destination, cut.casts)
+    return Copy(cut.dtype, offset, View(0, shape, tuple(strides)), cut.target, destination, cut.casts, cut.repack)
 
 
 # --- jobs of the allowed size ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share, through_buffer
 from precast.loader.weights.parts import Casts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, Copy, Job, Plan
+from precast.loader.weights.repacked import repacked
 from precast.loader.weights.views import View
 
 MAX_HOST_THREADS = 16
@@ -216,6 +217,8 @@ def apply_copy(copy: Copy, buffer: torch.Tensor, memory: Sequence[torch.Tensor])
     stored = buffer.view(torch.float8_e8m0fnu if copy.dtype == "F8_E8M0" else dtypes.BY_NAME[copy.dtype])
     first = copy.offset // stored.element_size()
     source = strided(stored, copy.source._replace(offset=first + copy.source.offset))
+    if copy.repack is not None:
+        source = repacked(source.clone(memory_format=torch.contiguous_format), copy.repack)
     copy_converted(source, memory[copy.target], copy.destination, copy.casts)
 
 

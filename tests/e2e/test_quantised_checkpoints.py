@@ -175,6 +175,9 @@ CASES = {
     "AWQ": Case(
         "llama", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, in_groups(quantised.awq)
     ),
+    "AWQ experts": Case(
+        "qwen3_moe", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, in_groups(quantised.awq)
+    ),
     "GPTQ": Case("llama", GPTQ | {"desc_act": False}, in_groups(quantised.gptq, order=False), dtype="float16"),
     "GPTQ with act order": Case(
         "llama", GPTQ | {"desc_act": True}, in_groups(quantised.gptq, order=True), dtype="float16"
@@ -277,10 +280,10 @@ def test_gptq_is_joined_where_its_groups_are_in_order(case: str, are_joined: boo
     [
         ("GPTQ", "packed4"), ("GPTQ experts", "packed4"), ("GPTQ with act order", "gptq"),
         ("GPTQ of 8 bits", "packed8"), ("GPTQ of 8 bits with act order", "packed8"),
-        ("GPTQ experts of 8 bits", "packed8"),
+        ("GPTQ experts of 8 bits", "packed8"), ("AWQ", "packed4"), ("AWQ experts", "packed4"),
     ],
 )  # fmt: skip
-def test_gptq_lies_in_rows_but_for_int4_with_act_order(case: str, format: str, made: Callable[[str], Made]) -> None:
+def test_words_lie_in_rows_but_for_gptq_with_act_order(case: str, format: str, made: Callable[[str], Made]) -> None:
     nodes = [node for block in made(case).bundle.graph.blocks for node in block.nodes]
 
     found = {(node.op, node.args["format"]) for node in nodes if node.op.startswith("precast.quantised_")}

@@ -31,6 +31,7 @@ from precast.ir.graph.schema import (
     Quantise,
     Read,
     Recipe,
+    Repack,
     Repeat,
     Reshape,
     Scale,
@@ -82,6 +83,8 @@ _RECIPES: dict[str, Recipe] = {
     "packed4": Cast(_PACKED4, "bfloat16"),
     "affine": Cast(_AFFINE, "bfloat16"),
     "int8": Cast(_INT8, "bfloat16"),
+    "repack": Slice(Each(Repack(Read("e.*.q", (16, 3), "int32"), "values"), 0, 2), 1, 8, 12),
+    "repacked": Repack(Read("z", (5, 3), "int32"), "zeros"),
     "quantise": Quantise(Read("a", (5, 7)), "values", (2, 3)),
     "scale": Scale(("a.k_scale", "a.k_proj.k_scale")),
 }

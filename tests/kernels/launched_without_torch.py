@@ -9,10 +9,13 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+import quantised
 import torch
 
 from precast.kernels.launch import as_function
+from precast.kernels.without_torch.copies import repacked, repacked_arguments
 from precast.kernels.without_torch.records import RECORDS
+from precast.kernels.without_torch.triton import repack_kernel
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -128,6 +131,28 @@ def test_of_equal_elements_the_first_are_the_largest() -> None:
     _, numbers = as_function(TRITON["topk.default"])(self=x, k=4)
 
     assert numbers.tolist() == [[1, 2, 4, 0], [0, 1, 3, 2]]
+
+
+@pytest.mark.parametrize("part", ["values", "zeros"])
+@pytest.mark.parametrize(("rows", "columns"), [(24, 3), (280, 70)])
+def test_words_are_repacked(part: str, rows: int, columns: int) -> None:
+    """Tiles are of 16 or 128 inputs, and 32 words of eight outputs."""
+    words = torch.randint(-(2**31), 2**31, (rows, columns), generator=torch.Generator().manual_seed(1)).int()
+    wanted = quantised.repacked(words, part)
+    each, launch = 8 if part == "values" else 1, repacked(part)
+    x, out = words.to(DEVICE), torch.zeros_like(wanted, device=DEVICE, memory_format=torch.contiguous_format)
+    step = wanted.shape[1]
+    found = repacked_arguments(
+        part, *(((rows // 8, 8, columns), (8 * columns, columns, 1), (1, step, 8 * step)) if part == "values"
+                else ((rows, columns), (columns, 1), (1, step)))
+    )  # fmt: skip
+    assert found is not None
+    grid, numbers = found
+    assert grid[0] * launch.constants["ROWS"] * each >= rows  # type: ignore[operator]
+
+    repack_kernel[grid](x, out, *numbers, **launch.constants)
+
+    assert torch.equal(out.cpu(), wanted)
 
 
 def overload(op: str) -> Any:

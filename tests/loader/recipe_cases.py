@@ -23,6 +23,7 @@ from precast.ir.graph.schema import (
     Quantise,
     Read,
     Recipe,
+    Repack,
     Repeat,
     Reshape,
     ShardPlan,
@@ -68,6 +69,8 @@ def evaluate(
                 return make(part.of).to(dtypes.BY_NAME[part.dtype])
             case Repeat():
                 return make(part.of).repeat_interleave(size(part.count), part.dim)
+            case Repack():
+                return quantised.repacked(make(part.of), part.part)
             case Each():
                 return torch.stack([make(ir_recipes.nth(part, i)) for i in range(part.count)], part.dim)
             case Dequantise():
@@ -115,10 +118,13 @@ class Made(NamedTuple):
 
 
 @st.composite
-def recipe_sets(draw: st.DrawFn, *, quantised: bool = False) -> tuple[dict[str, Recipe], Tensors]:
+def recipe_sets(
+    draw: st.DrawFn, *, quantised: bool = False, repacked: bool = True
+) -> tuple[dict[str, Recipe], Tensors]:
     """One to three params, and the tensors that they read; params may read the same tensors."""
     tensors: Tensors = {}
-    firsts = (_read, _experts, _quantised, _quantised_at_load) if quantised else (_read, _read, _experts)
+    plain = (_read, _read, _experts, *((_repacked,) if repacked else ()))
+    firsts = (_read, _experts, _quantised, _quantised_at_load) if quantised else plain
     recipes = {f"p{i}": draw(_made(tensors, firsts)).recipe for i in range(draw(st.integers(1, 3)))}
     return recipes, tensors
 
@@ -145,6 +151,22 @@ def _experts(draw: st.DrawFn, tensors: Tensors) -> Made:
         tensors[f"layer.{layer}.{number}.w"] = (torch.arange(math.prod(shape)) * 0.7 - number).reshape(shape)
     each = Each(Read(f"layer.{layer}.*.w", shape, "float32"), dim, count, start)
     return Made(each, (*shape[:dim], count, *shape[dim:]), "float32")
+
+
+@st.composite
+def _repacked(draw: st.DrawFn, tensors: Tensors) -> Made:
+    """Words of four bits, of one layer or of experts, or the zeros of a layer."""
+    rows, words, name = 8 * draw(st.integers(1, 3)), draw(st.integers(1, 3)), f"words.{len(tensors)}"
+    drawn = torch.Generator().manual_seed(len(tensors))
+    count, part = draw(st.integers(1, 3)), draw(st.sampled_from(("values", "zeros")))
+    for number in range(count):
+        made = torch.randint(-(2**31), 2**31, (rows, words), generator=drawn)
+        tensors[f"{name}.{number}"] = made.int()
+    shape = (8 * words, rows // 8) if part == "values" else (words, rows)
+    if count == 1:
+        return Made(Repack(read(f"{name}.0", tensors), part), shape, "int32")
+    each = Each(Repack(Read(name + ".*", (rows, words), "int32"), part), 0, count)
+    return Made(each, (count, *shape), "int32")
 
 
 @st.composite

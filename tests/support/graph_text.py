@@ -46,6 +46,7 @@ from precast.ir.graph.schema import (
     ReadDtype,
     Recipe,
     Ref,
+    Repack,
     Repeat,
     Reshape,
     Scale,
@@ -541,6 +542,7 @@ def _recipe(cursor: Cursor) -> Recipe:
         "dequantise": lambda: _dequantise(cursor),
         "quantise": lambda: _quantise(cursor),
         "repeat": lambda: _repeat(cursor),
+        "repack": lambda: _repack(cursor),
         "tie": lambda: Tie(cursor.ref()),
         "scale": lambda: _scale(cursor),
     }
@@ -588,6 +590,12 @@ def _repeat(cursor: Cursor) -> Repeat:
     of, dim = _of(cursor), _dim(cursor)
     cursor.key("count")
     return Repeat(of, dim, _expr(cursor))
+
+
+def _repack(cursor: Cursor) -> Repack:
+    part = cursor.expect("values", "zeros").text
+    cursor.expect(",")
+    return Repack(_recipe(cursor), part)  # type: ignore[arg-type]
 
 
 def _dequantise(cursor: Cursor) -> Dequantise:

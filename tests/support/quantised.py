@@ -64,6 +64,12 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
     return torch.stack(rows)
 
 
+def repacked(words: torch.Tensor, part: str) -> torch.Tensor:
+    """AWQ's words in the order of `packed4`."""
+    values = unpack(words, AWQ_ORDER).t()
+    return pack_bits(values, 4) if part == "values" else pack_bits(values.t(), 4).t()
+
+
 def part_of_fp8(x: torch.Tensor, part: str, block: tuple[int, int]) -> torch.Tensor:
     """What a `Quantise` makes of matrices `x`, block by block."""
     if x.dim() > 2:

@@ -18,6 +18,7 @@ from precast.ir.graph.schema import (
     Each,
     Read,
     Recipe,
+    Repack,
     Repeat,
     Reshape,
     Slice,
@@ -65,6 +66,8 @@ def evaluate(recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> torch.Tenso
             return evaluate(of, tensors).narrow(dim, start, length)
         case Repeat(of=of, dim=dim, count=int(count)):
             return evaluate(of, tensors).repeat_interleave(count, dim)
+        case Repack(of=of, part=part):
+            return quantised.repacked(evaluate(of, tensors), part)
         case Reshape(of=of, shape=shape):
             return evaluate(of, tensors).reshape([int(size) for size in shape])  # type: ignore[arg-type]
         case Tie():

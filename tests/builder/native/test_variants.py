@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import families
 import msgspec
@@ -17,10 +17,11 @@ from precast.bench.steps import sizes_of
 from precast.builder.build import build
 from precast.builder.native.variants import ALONE, Variant, World, engine_launches, of_worlds, variants
 from precast.ir.graph.logit_parts import in_parts
-from precast.ir.graph.schema import Cast, Graph, Read, Tie, Transpose, Value
+from precast.ir.graph.schema import Cast, Graph, Param, Read, Repack, Slice, TensorType, Tie, Transpose, Value
 from precast.ir.graph.world import bound, unsharded
 from precast.ir.memory import caches
 from precast.ir.native import takes
+from precast.ir.weights import recipes
 from precast.kernels.choices import cases, records_of
 from precast.kernels.collectives.launches import Among
 from precast.kernels.dtypes import BY_NAME
@@ -36,7 +37,7 @@ from precast.kernels.step_launches import (
     sums_launched,
 )
 from precast.kernels.use import GPU, Target, Use
-from precast.kernels.without_torch.copies import REARRANGED, rearranged_key
+from precast.kernels.without_torch.copies import REARRANGED, REPACKED, rearranged_key, repacked_key
 from precast.loader.cache.memory import CacheMemory
 from precast.loader.program.restore import restore
 from precast.loader.torch_device import CpuDevice
@@ -125,6 +126,19 @@ def test_params_whose_rows_and_columns_are_exchanged_have_a_copy(is_turned: bool
 
     keys = {size: rearranged_key(dtype)[0] for size, dtype in REARRANGED.items()}
     assert [size for size, key in keys.items() if key in found] == ([2] if is_turned else [])
+
+
+@pytest.mark.parametrize("part", [None, "values", "zeros"])
+def test_params_of_words_in_another_order_have_a_kernel(part: Literal["values", "zeros"] | None, graph: Graph) -> None:
+    read = Read("w", (16, 3), "int32")
+    recipe = read if part is None else Slice(Repack(read, part), 1, 0, 1)
+    param = Param("w", TensorType("int32", recipes.shape(recipe)), recipe)  # type: ignore[arg-type]
+    others = tuple(msgspec.structs.replace(each, recipe=Tie("w")) for each in graph.params)
+    changed = msgspec.structs.replace(graph, params=(param, *others))
+
+    found = {variant.key for variant in variants(changed, [GPU])}
+
+    assert [each for each in REPACKED if repacked_key(each)[0] in found] == [part] * (part is not None)
 
 
 def test_launches_are_what_torch_s_tensors_make_them(graph: Graph) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import evaluate
 
-from precast.builder.weights.kept import BY_INPUTS, Misfit, fit_together, granule, kept, storage, stored
+from precast.builder.weights.kept import Misfit, fit_together, granule, kept, storage, stored
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Cast,
@@ -21,6 +21,7 @@ from precast.ir.graph.schema import (
     Each,
     Read,
     Recipe,
+    Repack,
     Repeat,
     Reshape,
     Slice,
@@ -111,7 +112,7 @@ def again(recipe: Recipe, dtype: Dtype = "float32") -> Recipe:
     parts = {name: param.recipe for name, param in params.items()}
     assert all(recipes.shape(param.recipe) == param.type.shape for param in params.values())
     made = Dequantise(**parts, format=whole.format, block=block, zero_offset=whole.zero_offset)  # type: ignore[arg-type]
-    return Transpose(made, 0, 1) if whole.format in BY_INPUTS else made
+    return Transpose(made, 0, 1) if whole.format == "gptq" else made
 
 
 def is_kept(recipe: Recipe, files: Files) -> bool:
@@ -144,6 +145,20 @@ def test_gptq_in_order_is_kept_as_packed4() -> None:
         "of": Transpose(Read("w.q", (8, 48), "int32"), 0, 1),
         "scales": Transpose(Read("w.s", (4, 48), "float32"), 0, 1),
         "zeros": Transpose(Read("w.z", (4, 6), "int32"), 0, 1),
+    }
+
+
+def test_awq_is_kept_as_packed4() -> None:
+    """Its words lie along outputs: others are made of their values."""
+    whole = kept(weight("awq", "w", 48, 64, Files()), "float16")
+
+    params, _ = stored(whole, "w", "float16")
+
+    assert (whole.format, whole.zero_offset) == ("packed4", 0)
+    assert {name: param.recipe for name, param in params.items()} == {
+        "of": Repack(Read("w.q", (64, 6), "int32"), "values"),
+        "scales": Transpose(Read("w.s", (4, 48), "float32"), 0, 1),
+        "zeros": Repack(Read("w.z", (4, 6), "int32"), "zeros"),
     }
 
 
@@ -248,7 +263,7 @@ def test_what_is_not_quantised_joins_only_its_like() -> None:
     assert not fit_together([plain, weight("fp8", "w", 48, 64, Files())], "float32")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "order" not in kind and kind != "awq"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "order" not in kind])
 def test_experts(kind: str) -> None:
     """Gate and up of experts that are stored one by one, above each other in each of them."""
     files = Files()

@@ -41,7 +41,9 @@ from precast.ir.graph.schema import (
     Pool,
     Quantise,
     Read,
+    Recipe,
     Ref,
+    Repack,
     Repeat,
     Reshape,
     Scale,
@@ -251,6 +253,7 @@ RECIPES = st.recursive(
         st.builds(Each, inner, INTS, INTS, INTS),
         st.builds(Quantise, inner, st.sampled_from(("values", "scales")), st.tuples(INTS, INTS)),
         st.builds(Repeat, inner, INTS, EXPRS),
+        st.builds(Repack, inner, st.sampled_from(("values", "zeros"))),
         st.builds(
             Dequantise,
             inner,
@@ -320,6 +323,13 @@ def test_any_graph_comes_back_exactly(graph: Graph) -> None:
     found = parse_graph(text.format_graph(graph))
     assert encoded(found) == encoded(graph)
     assert text.format_graph(found) == text.format_graph(graph)
+
+
+@given(RECIPES)
+def test_any_recipe_comes_back_exactly(recipe: Recipe) -> None:
+    source = f"params {{ %p: int32[1] = {text.format_recipe(recipe)} }} main {{ return }}"
+
+    assert parse_graph(source).params[0].recipe == recipe
 
 
 @given(st.text(alphabet=' \n%"\\x1.-:=,@+*()[]{}#mainreturn', max_size=40))

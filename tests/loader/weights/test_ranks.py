@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from precast.ir.errors import WeightsError
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Concat, Dequantise, Each, Read, Recipe, Slice
+from precast.ir.graph.schema import Concat, Dequantise, Each, Read, Recipe, Repack, Slice
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import recipes
 from precast.ir.weights.checkpoint import CheckpointFiles
@@ -50,6 +50,21 @@ def experts() -> tuple[Recipe, int, Tensors]:
     return Each(part(Read("experts.*.up", (8, 64), "float32"), 0, 8), 0, 4), 1, tensors
 
 
+def repacked_rows() -> tuple[Recipe, int, Tensors]:
+    tensors = {"w": words(16, WIDE)}
+    return part(Repack(read("w", tensors), "values"), 0, 8 * WIDE), 0, tensors
+
+
+def repacked_columns() -> tuple[Recipe, int, Tensors]:
+    tensors = {"w": words(64, 8)}
+    return part(Repack(read("w", tensors), "values"), 1, 8), 1, tensors
+
+
+def repacked_zeros() -> tuple[Recipe, int, Tensors]:
+    tensors = {f"experts.{i}.z": words(4, WIDE) + i for i in range(2)}
+    return Each(part(Repack(Read("experts.*.z", (4, WIDE), "int32"), "zeros"), 0, WIDE), 0, 2), 1, tensors
+
+
 def of_rank(folder: Path, tensors: Tensors, recipe: Recipe, rank: int, tp: int) -> Weights:
     graph = params_graph({"p": recipe}, tensors, {"tp": tp, "rank": rank})
     bound = bind_world(graph, Placement(rank, tp, 1, CpuDevice()))
@@ -57,7 +72,7 @@ def of_rank(folder: Path, tensors: Tensors, recipe: Recipe, rank: int, tp: int) 
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("made", [qkv, columns, experts])
+@pytest.mark.parametrize("made", [qkv, columns, experts, repacked_rows, repacked_columns, repacked_zeros])
 def test_parts_are_the_whole_and_no_byte_is_read_twice(
     made: Callable[[], tuple[Recipe, int, Tensors]], tp: int, tmp_path: Path
 ) -> None:
