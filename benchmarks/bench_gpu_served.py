@@ -25,7 +25,7 @@ from precast.ir.artifact import Bundle
 
 SHAPES = (
     "llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.1-8b-fp8-blocks", "llama-3.1-8b-int4", "llama-3.1-8b-nvfp4",
-    "llama-3.1-8b-gptq", "gpt-oss-20b-mxfp4", "gemma-3-12b", "qwen3-30b-a3b-half",
+    "llama-3.1-8b-gptq", "llama-3.1-8b-awq", "gpt-oss-20b-mxfp4", "gemma-3-12b", "qwen3-30b-a3b-half",
 )  # fmt: skip
 BACKENDS = ("driver", "torch")
 SERVE = """

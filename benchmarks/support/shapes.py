@@ -216,6 +216,12 @@ SHAPES |= {
         **SHAPES["llama-3.1-8b"],
         "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     },
+    "llama-3.1-8b-awq": {
+        **SHAPES["llama-3.1-8b"],
+        "quantization_config": {
+            "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
+        },
+    },
     "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-120b"], "num_hidden_layers": 24, "num_local_experts": 32},
 }  # fmt: skip
 

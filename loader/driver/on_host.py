@@ -24,7 +24,7 @@ from precast.loader.driver.param_plan import Made, Planned, target_bytes
 from precast.loader.weights.parts import Casts
 from precast.loader.weights.read_plan import Copy, Job, Plan
 from precast.loader.weights.repacked import repacked
-from precast.loader.weights.stored_checks import BITS, Check
+from precast.loader.weights.stored_checks import BITS, Check, are_bad
 from precast.loader.weights.views import View
 
 if TYPE_CHECKING:
@@ -122,9 +122,8 @@ def check_bytes(checked: Mapping[int, Check], target: int, content: memoryview) 
         values = data.view(np.int32)
         bad = (values < 0) | (values >= check.num_groups)
     else:
-        kind, mask = BITS[check.dtype]
-        values = data.view(kind)
-        bad = (values & mask == mask) | (values == 0 if check.divides else False)
+        values = data.view(BITS[check.dtype][0])
+        bad = are_bad(values, check) | (values == 0 if check.divides else False)
     if bad.any():
         raise check.refusal()
 

@@ -220,7 +220,7 @@ def do_job(
     room: Buffer | None = None
     large = bytearray()
     if used + through > len(view):  # rare: rows that no job holds whole, or tensors that are needed in two ways
-        if copies is not None:
+        if copies is not None and on_device:
             room = copies.room(used + through)
             pinned, view = room.pointer, host_bytes(room)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from precast.ir.errors import WeightsError, some
 from precast.ir.graph.schema import Cast, Dtype, Graph, Recipe
@@ -22,7 +22,14 @@ BITS: Mapping[Dtype, tuple[str, int]] = MappingProxyType({
 """By the type of scales: integers of that size, and the bits that are all set in what is no finite number. uint8 are
 exponents, of which 255 stands for none."""
 
+UNSIGNED: Dtype = "float8_e4m3fn"
+"""NVFP4's scales, which have no sign: kernels don't look for one."""
+
 _MOST_NAMED = 3
+
+
+Bits = Any
+"""An array of torch or of numpy."""
 
 
 class Check(NamedTuple):
@@ -39,7 +46,8 @@ class Check(NamedTuple):
 
     def refusal(self) -> WeightsError:
         """The error for a param that is something else."""
-        what = "a scale that is 0 or no finite number" if self.divides else "a scale that is no finite number"
+        others = "0 or " if self.divides else "negative or " if self.dtype == UNSIGNED else ""
+        what = f"a scale that is {others}no finite number"
         if self.num_groups is not None:
             what = f"a group that has no scales: expected 0 to {self.num_groups - 1}"
         message = f"{', '.join(some(list(self.tensors), _MOST_NAMED))}: {what}"
@@ -51,6 +59,13 @@ class Check(NamedTuple):
         message = f"{', '.join(some(list(self.tensors), _MOST_NAMED))}: a scale that {self.dtype} doesn't hold exactly"
         fix = "build the bundle with --dequantise, which reads scales of any type"
         return WeightsError("weights-mismatch", message, where=self.param, fix=fix)
+
+
+def are_bad(bits: Bits, check: Check) -> Bits:
+    """Which scales aren't what they must be, but for a 0; `bits` are integers as `BITS` has them, of any array."""
+    mask = BITS[check.dtype][1]
+    found = bits & mask == mask
+    return found | (bits > mask) if check.dtype == UNSIGNED else found
 
 
 def is_rounded(check: Check, stored_dtype: Callable[[str], str]) -> bool:

@@ -25,7 +25,7 @@ from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Granularity, grouped, plan_reads
-from precast.loader.weights.stored_checks import BITS, Check, checks, is_rounded, widened
+from precast.loader.weights.stored_checks import BITS, Check, are_bad, checks, is_rounded, widened
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
@@ -131,8 +131,7 @@ def _has_fault(values: torch.Tensor, check: Check) -> torch.Tensor:
     """Whether anything in there isn't what is asked, on the values' device."""
     if check.num_groups is not None:
         return ((values < 0) | (values >= check.num_groups)).any()
-    kind, mask = BITS[check.dtype]
-    is_bad = values.view(getattr(torch, kind)) & mask == mask
+    is_bad: torch.Tensor = are_bad(values.view(getattr(torch, BITS[check.dtype][0])), check)
     return (is_bad | (values == 0)).any() if check.divides else is_bad.any()
 
 

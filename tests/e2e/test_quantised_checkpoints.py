@@ -255,7 +255,10 @@ def test_logits_are_those_of_the_dequantised_model(case: str, made: Callable[[st
     assert relative_error(found, hf_logits(model, [PROMPT])[0]) < 1e-5
     assert "dequantised" not in bundle.provenance, "all of it is kept"
     dense = precast.build(stored, tmp_path / "dense", dtype="float32", dequantise=True, disabled_passes=apart(bundle))
-    assert torch.equal(found, logits(dense, stored))
+    if case == "GPTQ with act order":  # of a matrix that lies transposed a library may add up in another order
+        assert relative_error(found, logits(dense, stored)) < 1e-6
+    else:
+        assert torch.equal(found, logits(dense, stored))
 
 
 @pytest.mark.parametrize(
@@ -380,7 +383,8 @@ def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]
         ),
         ("compressed MXFP8", "mlp.up_proj.weight_scale", 255, "a scale that is no finite number"),
         ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
-        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is negative or no finite number"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", -1.0, "a scale that is negative or no finite number"),
         ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),
         ("compressed NVFP4", "mlp.up_proj.weight_global_scale", 0.0, "a scale that is 0 or no finite number"),
         ("compressed MXFP4", "mlp.down_proj.weight_scale", 255, "a scale that is no finite number"),
