@@ -4,7 +4,8 @@ their numbers in a row, softmax and the largest of rows, and products of matrice
 They are simple, and made for shapes of which no model has many.
 """
 
-# pyright: reportArgumentType=false
+# To pyright a kernel that is called by another returns nothing.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
