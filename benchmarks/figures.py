@@ -268,7 +268,7 @@ SERVED = {
     "llama-3.1-8b": "Llama-3.1-8B, bfloat16", "llama-3.1-8b-fp8": "FP8 by row, inputs rounded by token",
     "llama-3.1-8b-fp8-blocks": "FP8 in blocks, inputs rounded in groups", "llama-3.1-8b-int4": "INT4 in groups of 128",
     "llama-3.1-8b-nvfp4": "NVFP4", "llama-3.1-8b-gptq": "GPTQ, 4 bits in groups of 128",
-    "llama-3.1-8b-awq": "AWQ, 4 bits in groups of 128",
+    "llama-3.1-8b-awq": "AWQ, 4 bits in groups of 128, float16",
     "gpt-oss-20b-mxfp4": "GPT-OSS-20B, MXFP4", "gemma-3-12b": "Gemma-3-12B, bfloat16",
     "qwen3-30b-a3b-half": "half of Qwen3-30B-A3B, bfloat16",
 }  # fmt: skip

@@ -17,7 +17,8 @@ def build(folder: Path, shape: str) -> None:
 
     began = time.perf_counter()
     source = shapes.write_config(shape, folder / f"{shape}.config")
-    made = precast.build(source, folder / f"{shape}.bundle", dtype="bfloat16", max_seq_len=8192, targets=[TARGET])
+    dtype = "float16" if shape.endswith("-awq") else "bfloat16"
+    made = precast.build(source, folder / f"{shape}.bundle", dtype=dtype, max_seq_len=8192, targets=[TARGET])
     layer = made.native[TARGET]
     size = sum(map(len, layer.images.values()))
     print(f"{shape}: {len(layer.kernels)} kernels, {size >> 10} KiB, {time.perf_counter() - began:.0f} s", flush=True)
