@@ -62,9 +62,12 @@ def sizes_taken(sample: Sample) -> list[int]:
 CPU = Draw(torch.bfloat16, torch.device("cpu"))
 
 
-@each_format
-def test_it_takes(make: Make) -> None:
-    assert sizes_taken(sample_of(CPU, make)) == [1, 2, 8, 9, 16, 17, 32, 33, 64]
+@pytest.mark.parametrize("format", MAKES)
+def test_it_takes(format: str) -> None:
+    """What it is faster for than Triton, which float8 isn't."""
+    expected = [] if format.startswith("fp8") else [1, 2, 8, 9, 16, 17, 32, 33, 64]
+
+    assert sizes_taken(sample_of(CPU, MAKES[format])) == expected
 
 
 @pytest.mark.parametrize(("top_k", "most"), [(4, 64), (8, 32), (16, 8), (17, 0)])
@@ -80,8 +83,8 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
         "groups of 16": sample_of(CPU, partial(packed, size=16)),
         "words along outputs": sample_of(CPU, partial(awq, size=32)),
         "an odd number of scales in a row": sample_of(CPU, mxfp4, width=160),
-        "rows that are no multiple of 16 bytes": sample_of(CPU, partial(fp8, block=(1, 512)), width=200),
-        "rows that are rounded": {**sample_of(CPU, partial(fp8, block=(1, 512))), "rounding": "fp8_token"},
+        "rows that are no multiple of 16 bytes": sample_of(CPU, packed, width=200),
+        "rows that are rounded": {**sample_of(CPU, packed), "rounding": "int8_token"},
         "float32": sample_of(Draw(torch.float32, torch.device("cpu")), mxfp4),
         "columns": {**sample_of(CPU, mxfp4), "x": CPU.normal(192, 3).t()},
     }  # fmt: skip
