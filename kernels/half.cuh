@@ -42,6 +42,16 @@ __device__ __forceinline__ float widened(Element value) {
   return wide;
 }
 
+__device__ __forceinline__ Element rounded(float value) {
+  Element narrow;
+#ifdef FLOAT16
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
+#endif
+  return narrow;
+}
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -50,9 +60,48 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
 // Arrives, and lets the phase end only when so many bytes have come.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// True in one thread of the warp; unlike a comparison with a lane's number, it leaves the code behind it uniform.
+__device__ __forceinline__ bool elected() {
+  u32 chosen;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
+  return chosen;
+}
+
+__device__ __forceinline__ u64 read_once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// In bulk, of memory that is read once, or several times; the barrier counts the bytes.
+__device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void let_next_kernel_start() {

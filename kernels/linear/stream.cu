@@ -116,44 +116,6 @@ constexpr int TILE_COLUMNS = TILE / HALVES;    // columns of y that a tile makes
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-
-// True in one thread of the warp; unlike a comparison with a lane's number, it leaves the code behind it uniform.
-__device__ __forceinline__ bool elected() {
-  u32 chosen;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
-  return chosen;
-}
-
-__device__ __forceinline__ u64 read_once_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void store_shared(u32 to, u16 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
 }
@@ -189,16 +151,6 @@ __device__ __forceinline__ void multiply_add_float16(float (&sums)[4], const u32
                "{%0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ Element rounded(float value) {
-  Element narrow;
-#ifdef FLOAT16
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
-#endif
-  return narrow;
 }
 
 // The warp that arrives goes on; those that sync wait until all threads of the block are here.

@@ -98,48 +98,10 @@ typedef Element Result;
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-
-// True in one thread of the warp; unlike a comparison with a lane's number, it leaves the code behind it uniform.
-__device__ __forceinline__ bool elected() {
-  u32 chosen;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
-  return chosen;
-}
-
-__device__ __forceinline__ u64 read_once_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-
 // Two 8 x 8 matrices of 16 bits; lane 8 i + j, of the first sixteen, gives the address of row j of matrix i.
 __device__ __forceinline__ void load_two_matrices(u32 (&to)[2], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
-}
-
-__device__ __forceinline__ Element rounded(float value) {
-  Element narrow;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
-  return narrow;
 }
 
 // --- what stands between the products ---------------------------------------------------------------------------------

@@ -82,31 +82,6 @@ constexpr int GROUPS_READ = BITS == 4 ? 1 + (GROUP % 32 != 0) : 1 + (GROUP % 128
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-
-__device__ __forceinline__ u64 read_once_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
                : "memory");
@@ -176,16 +151,6 @@ __device__ __forceinline__ void multiply(float* d, const u32 (&a)[4], u64 x, int
   } else {
     PRODUCT(128, S64, "%64, %65, %66, %67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
   }
-}
-
-__device__ __forceinline__ Element rounded(float value) {
-  Element narrow;
-#ifdef FLOAT16
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(narrow) : "f"(value));
-#endif
-  return narrow;
 }
 
 // --- values ----------------------------------------------------------------------------------------------------------
