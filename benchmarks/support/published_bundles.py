@@ -17,8 +17,7 @@ def build(folder: Path, shape: str) -> None:
 
     began = time.perf_counter()
     source = shapes.write_config(shape, folder / f"{shape}.config")
-    dtype = "float16" if shape.endswith("-awq") else "bfloat16"
-    made = precast.build(source, folder / f"{shape}.bundle", dtype=dtype, max_seq_len=8192, targets=[TARGET])
+    made = precast.build(source, folder / f"{shape}.bundle", max_seq_len=8192, targets=[TARGET])
     layer = made.native[TARGET]
     size = sum(map(len, layer.images.values()))
     print(f"{shape}: {len(layer.kernels)} kernels, {size >> 10} KiB, {time.perf_counter() - began:.0f} s", flush=True)

@@ -217,7 +217,7 @@ SHAPES |= {
         "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     },
     "llama-3.1-8b-awq": {
-        **SHAPES["llama-3.1-8b"],
+        **SHAPES["llama-3.1-8b"], "torch_dtype": "float16",
         "quantization_config": {
             "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
         },

@@ -8,79 +8,8 @@
 // blocks there are, and bytes of shared memory. Prints the largest error relative to 1 + |expected|, and a checksum of
 // the first row.
 
-#include <sys/mman.h>
+#include "blocks_on_cpu.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <random>
-#include <vector>
-
-#include "fibers.h"
-#include "halves_on_cpu.h"
-
-#define __global__
-#define __launch_bounds__(...)
-#define CHECK(what) \
-  ((what) ? (void)0 : (printf("line %d: %s does not hold\n", __LINE__, #what), fflush(stdout), _Exit(1)))
-
-typedef unsigned long long u64;
-typedef long long i64;
-using std::min;
-
-struct Index { unsigned x; };
-#define threadIdx (Index{(unsigned)fibers::running})
-static Index blockIdx, gridDim;
-alignas(128) static unsigned char shared[256 << 10];    // dynamic shared memory; addresses count from here
-static u32 shared_bytes;
-static fibers::Meeting of_block, of_multiplying_warps, of_warp[18];
-
-static u32 warp_of() { return threadIdx.x / 32; }
-static u32 lane_of() { return threadIdx.x % 32; }
-inline void __syncwarp() { of_warp[warp_of()].arrive_and_wait(); }
-inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
-inline float __expf(float a) { return expf(a); }
-inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
-inline unsigned char* at(u32 address) { return shared + (int)address; }
-
-struct Barrier { int count, pending; i64 bytes; u32 phase; };
-static std::map<u32, Barrier> barriers;
-
-inline void barrier_init(u32 barrier, u32 count) {
-  CHECK(barrier % 8 == 0 && barrier + 8 <= shared_bytes);
-  barriers[barrier] = {(int)count, (int)count, 0, 0};
-}
-inline void barrier_init_fence() {}
-static void change(u32 barrier, int arrivals, i64 bytes) {
-  Barrier& found = barriers.at(barrier);
-  CHECK(found.pending >= arrivals);
-  found.pending -= arrivals;
-  found.bytes += bytes;
-  CHECK(found.bytes >= 0);
-  if (found.pending == 0 && found.bytes == 0) {
-    found.phase ^= 1;
-    found.pending = found.count;
-  }
-}
-inline void barrier_arrive(u32 barrier) { change(barrier, 1, 0); }
-inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
-inline void barrier_wait(u32 barrier, u32 parity) {
-  while (barriers.at(barrier).phase == parity) fibers::let_others_run();
-}
-
-inline bool elected() { return lane_of() == 0; }
-inline u64 read_once_policy() { return 0; }
-inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
-  memcpy(at(to), from, bytes);
-  change(barrier, 0, -(i64)bytes);
-}
-inline void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64) {
-  copy(to, from, bytes, barrier);
-}
 template <typename T>
 inline void store_shared(u32 to, T value) {
   CHECK(to + sizeof value <= shared_bytes);
@@ -99,7 +28,7 @@ inline void store_words(u32 to, u32 a, u32 b, u32 c, u32 d) {
 }
 inline void fence_before_copies() {}
 
-static u32 addresses[18][32], given_a[18][32][4], given_b[18][32][2];
+static u32 addresses[18][32];
 inline void load_matrices(u32 (&to)[4], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
   addresses[warp_of()][lane_of()] = from;
@@ -107,50 +36,19 @@ inline void load_matrices(u32 (&to)[4], u32 from) {
   for (int i = 0; i < 4; i++) memcpy(&to[i], at(addresses[warp_of()][8 * i + lane_of() / 4]) + lane_of() % 4 * 4, 4);
   __syncwarp();
 }
-static void multiply_add_of(float (*value)(u16), float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const u32 warp = warp_of(), lane = lane_of(), b[2] = {b0, b1};
-  memcpy(given_a[warp][lane], a, sizeof a);
-  memcpy(given_b[warp][lane], b, sizeof b);
-  __syncwarp();
-  for (int j = 0; j < 4; j++) {
-    const int row = lane / 4 + j / 2 * 8, column = lane % 4 * 2 + j % 2;
-    for (int k = 0; k < 16; k++) {    // a pair of neighbouring k is a register
-      const u32 from_a = given_a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
-      const u32 from_b = given_b[warp][column * 4 + k % 8 / 2][k / 8] >> k % 2 * 16;
-      sums[j] += value((u16)from_a) * value((u16)from_b);
-    }
-  }
-  __syncwarp();
-}
-inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  multiply_add_of(widened, sums, a, b0, b1);
-}
 inline void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   multiply_add_of(Float16::wide, sums, a, b0, b1);
 }
 
-static int num_waiting;
-inline void let_next_kernel_start() {}
-inline void wait_for_kernel_in_front() { num_waiting++; }
 inline void arrive_at_start() {
   __syncwarp();
   (void)of_block.arrive();
 }
 inline void sync_at_start() { of_block.arrive_and_wait(); }
-inline void sync_multiplying_warps() { of_multiplying_warps.arrive_and_wait(); }
 
 #include "stream.inc"
 
 static std::mt19937 generator(1);
-
-// Memory that ends where it may not be read any more.
-template <typename T>
-static T* at_the_end(size_t count) {
-  const size_t page = 4096, bytes = count * sizeof(T), pages = (bytes + page - 1) / page * page;
-  char* begin = (char*)mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  CHECK(begin != MAP_FAILED && mprotect(begin + pages, page, PROT_NONE) == 0);
-  return (T*)(begin + pages - bytes);
-}
 
 static Element* drawn(size_t count, float scale) {
   Element* made = at_the_end<Element>(count);

@@ -7,90 +7,24 @@
 // of x, blocks, and bytes of shared memory. Prints the largest error relative to 1 + |expected|, and a checksum of the
 // first row.
 
-#include <sys/mman.h>
+#include "blocks_on_cpu.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <random>
-#include <vector>
-
-#include "fibers.h"
-#include "halves_on_cpu.h"
-
-#define __global__
 #define __shared__ static
-#define __launch_bounds__(...)
-#define CHECK(what) \
-  ((what) ? (void)0 : (printf("line %d: %s does not hold\n", __LINE__, #what), fflush(stdout), _Exit(1)))
 
-typedef unsigned long long u64;
-typedef long long i64;
-using std::min;
-
-struct Index { unsigned x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float4 __ldcg(const float4* from) { return *from; }
 
-#define threadIdx (Index{(unsigned)fibers::running, 0})
-static Index blockIdx, gridDim;
-alignas(128) static unsigned char shared[256 << 10];    // dynamic shared memory; addresses count from here
-static u32 shared_bytes;
-static fibers::Meeting of_block, of_multiplying_warps, of_warp[12];
-
-static u32 warp_of() { return threadIdx.x / 32; }
-static u32 lane_of() { return threadIdx.x % 32; }
-inline void __syncwarp() { of_warp[warp_of()].arrive_and_wait(); }
-inline void __syncthreads() { of_block.arrive_and_wait(); }
 inline void sync_block() { of_block.arrive_and_wait(); }
-inline void sync_multiplying_warps() { of_multiplying_warps.arrive_and_wait(); }
-inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
-inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
-inline unsigned char* at(u32 address) { return shared + (int)address; }
 inline u32 counted(u32* counter) { return (*counter)++; }
 
-struct Barrier { int count, pending; i64 bytes; u32 phase; };
-static std::map<u32, Barrier> barriers;
-
-inline void barrier_init(u32 barrier, u32 count) {
-  CHECK(barrier % 8 == 0 && barrier + 8 <= shared_bytes);
-  barriers[barrier] = {(int)count, (int)count, 0, 0};
-}
-inline void barrier_init_fence() {}
-static void change(u32 barrier, int arrivals, i64 bytes) {
-  Barrier& found = barriers.at(barrier);
-  CHECK(found.pending >= arrivals);
-  found.pending -= arrivals;
-  found.bytes += bytes;
-  CHECK(found.bytes >= 0);
-  if (found.pending == 0 && found.bytes == 0) {
-    found.phase ^= 1;
-    found.pending = found.count;
-  }
-}
-inline void barrier_arrive(u32 barrier) { change(barrier, 1, 0); }
-inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
 inline void arrive_when_copied(u32 barrier) { change(barrier, 1, 0); }
-inline void barrier_wait(u32 barrier, u32 parity) {
-  while (barriers.at(barrier).phase == parity) fibers::let_others_run();
+inline void copy_once(u32 to, const unsigned char* from, u64) {
+  CHECK((u64)from % 16 == 0 && to % 16 == 0 && to + 16 <= shared_bytes);
+  memcpy(at(to), from, 16);
 }
-
-inline u64 read_once_policy() { return 0; }
-static void copy_into(u32 to, const void* from, u32 bytes) {
-  CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
-  memcpy(at(to), from, bytes);
-}
-inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  copy_into(to, from, bytes);
-  change(barrier, 0, -(i64)bytes);
-}
-inline void copy_once(u32 to, const unsigned char* from, u64) { copy_into(to, from, 16); }
 inline void load_words(u32 (&words)[4], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
   memcpy(words, at(from), 16);
@@ -99,7 +33,6 @@ inline void load_words(u32 (&words)[4], u32 from) {
 inline float float_of_float8(unsigned char bits) { return of_float8(bits); }
 
 // What a warp group multiplies, warp by warp: 16 of its 64 rows each.
-static u32 given_a[12][32][4];
 static void multiply_add(float* sums, const u32 (&a)[4], u64 x, int width, bool adds) {
   const u32 warp = warp_of(), lane = lane_of();
   const u32 begin = (x & 0x3fff) << 4, half = (x >> 16 & 0x3fff) << 4, eight = (x >> 32 & 0x3fff) << 4;
@@ -128,22 +61,9 @@ inline void wait_for_batches() {}
 inline void give_registers() {}
 inline void take_registers() {}
 
-static int num_waiting;
-inline void let_next_kernel_start() {}
-inline void wait_for_kernel_in_front() { num_waiting++; }
-
 #include "tiles.inc"
 
 static std::mt19937 generator(1);
-
-// Memory that ends where it may not be read any more.
-template <typename T>
-static T* at_the_end(size_t count) {
-  const size_t page = 4096, bytes = count * sizeof(T), pages = (bytes + page - 1) / page * page;
-  char* begin = (char*)mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  CHECK(begin != MAP_FAILED && mprotect(begin + pages, page, PROT_NONE) == 0);
-  return (T*)(begin + pages - bytes);
-}
 
 template <typename T, typename Drawn>
 static T* drawn(size_t count, Drawn each) {
