@@ -8,7 +8,8 @@ values are normal numbers; those of models differ, so the drift says how much, n
 
     python benchmarks/bench_gpu_float8_caches.py [--tiles] [--out FILE]
 
-`--tiles` also tries other tiles for decoding over 8 bits, and reports the three fastest.
+`--tiles` also tries other ways to decode over 8 bits, and reports the three fastest: for up to 8 sequences other rings
+and numbers of warps, for more other tiles.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import bench_gpu_attention as attention
+import bench_gpu_decode_attention as few_tokens
 import torch
 from bench_gpu_attention import MODELS, Case, Choice, Given, Model
 from support import harness
 from support.gpu_times import microseconds
+
+from precast.kernels.attention.decode import MOST_SHARED_BYTES, MOST_TOKENS, Decode, decode_of, shared_bytes
+from precast.kernels.attention.launches import FEW_SLOTS
 
 FLOAT8 = torch.float8_e4m3fn
 SCALES = (0.011, 0.023)
@@ -68,9 +73,19 @@ def reference(model: Model, case: Case, given: Given) -> torch.Tensor:
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def timed(layers: list[Given], model: Model, case: Case, choice: Choice) -> float:
+def timed(layers: list[Given], model: Model, case: Case, tried: Choice | Decode) -> float:
     """Microseconds of a layer."""
-    return round(microseconds(attention.calls_of(layers, model, case, choice)), 2)
+    return round(microseconds(few_tokens.calls_of(attention.repeated(layers), model, case, tried)), 2)
+
+
+def others_of(layers: list[Given], model: Model, case: Case) -> list[Choice | Decode]:
+    """Other ways to decode than the chosen one."""
+    if case.seqs > MOST_TOKENS:
+        return [Choice(split=tile) for tile in attention.SPLIT_TILES[model.size]]
+    use = attention.use_of(layers[0].arguments, layers[0].out, torch.cuda.get_device_capability())
+    cluster = decode_of(use, FEW_SLOTS if case.seqs <= FEW_SLOTS else MOST_TOKENS).cluster
+    found = [Decode(cluster, warps, stages) for warps in (4, 8) for stages in (2, 3, 4, 6, 8)]
+    return [each for each in found if shared_bytes(model.size, each, use.width("k_cache")) <= MOST_SHARED_BYTES]
 
 
 def measure(model: Model, case: Case, *, tiles: bool) -> dict[str, Any]:
@@ -90,8 +105,10 @@ def measure(model: Model, case: Case, *, tiles: bool) -> dict[str, Any]:
         else:
             row[f"{kind}, drift"] = round(float((expected - exact).norm() / exact.norm()), 5)
     if tiles and case.queries == 1:
-        choices = attention.SPLIT_TILES[model.size]
-        row["tiles"] = sorted((timed(layers, model, case, Choice(split=tile)), tuple(tile)) for tile in choices)[:3]
+        others = others_of(layers, model, case)
+        told = [attention.told(each) if isinstance(each, Choice) else str(each) for each in others]
+        times = [timed(layers, model, case, each) for each in others]
+        row["tiles"] = sorted(zip(times, told, strict=True))[:3]
     return row
 
 

@@ -11,12 +11,19 @@
 // elements of all heads. A CTA counts the bytes that come; when all have, it adds them in the order of warps and CTAs. So
 // a result depends on the token's own keys, and on CLUSTER and WARPS, bit for bit.
 //
+// Keys and values of 8 bits lie in the ring as they are, and become float16 in registers: it has all numbers of
+// float8_e4m3fn, and one instruction converts two of them. All products are of float16 then, whatever the queries are.
+// A lane is given words of the ring, which are four elements of 8 bits, not two: so a head's elements are taken in
+// another order, in which queries are loaded too, and results are put back in order where they are written.
+//
 // Programmatic dependent launch: the kernel lets the next one start at once. Before it waits for the kernel in front, it
 // reads the lists of the step, and copies the keys of earlier steps: those of this step's tokens, which a kernel in
 // front writes, are the last of a sequence.
 //
 // Defines:
 //   FLOAT16                              elements are float16; else bfloat16
+//   CACHE_FLOAT8                         keys and values are float8_e4m3fn; else they are elements
+//   K_SCALE, V_SCALE                     keys and values are what the caches hold times k_scale[1] and v_scale[1]
 //   HEADS, KV_HEADS, SIZE, PAGE_SIZE     SIZE, of keys and of values, is a multiple of 16 up to 256
 //   SCALE, SOFT_CAP, WINDOW, CHUNK       those of the op; 0 for no cap, no window, no chunks
 //   SINKS, SINKS_FLOAT32, SLOPES         there are such tensors; sinks have the elements' type, or are float32
@@ -24,13 +31,26 @@
 
 #include "half.cuh"
 
+// What a lane has of 16 elements of a head: two pairs of neighbours. LANE_STEP is from a lane's first pair to the next
+// lane's, PAIR_STEP from the lane's own first pair to its second.
+#ifdef CACHE_FLOAT8
+typedef unsigned char Stored;    // an element of a cache
+constexpr int LANE_STEP = 4, PAIR_STEP = 2;
+constexpr float RAISED = 15;     // weights are 2^RAISED at most, so that float16 has digits for the small ones, too
+#else
+typedef Element Stored;
+constexpr int LANE_STEP = 2, PAIR_STEP = 8;
+constexpr float RAISED = 0;
+#endif
+
 constexpr int KEYS = 16;                               // of a block
 constexpr int COLUMNS = 8;                             // heads of a tile
 constexpr int GROUP = HEADS / KV_HEADS;                // heads that share a key head
 constexpr int GROUPS = (GROUP + COLUMNS - 1) / COLUMNS;
 constexpr int TILES = SIZE / 16;                       // tiles of sums, each of 16 elements of all heads
-constexpr int PIECES = SIZE / 8;                       // of 16 bytes, of a key or value
-constexpr int PITCH = 2 * SIZE + 16;                   // bytes from row to row: ldmatrix finds 8 rows in different banks
+constexpr int IN_PIECE = 16 / sizeof(Stored);          // elements of 16 bytes
+constexpr int PIECES = SIZE / IN_PIECE;                // of a key or value
+constexpr int PITCH = 16 * (PIECES | 1);               // bytes from row to row: ldmatrix finds 8 rows in different banks
 constexpr int BLOCK_BYTES = KEYS * PITCH;              // of keys or values
 constexpr int PARTS = CLUSTER * WARPS;
 constexpr int OWN_TILES = (TILES + CLUSTER - 1) / CLUSTER;    // that a CTA joins
@@ -50,7 +70,7 @@ typedef Element Sink;
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
 // 16 bytes, if `wanted`. `bytes` of them are read, 0 or 16; the others are zeros.
-__device__ __forceinline__ void copy_piece(u32 to, const Element* from, u32 bytes, bool wanted) {
+__device__ __forceinline__ void copy_piece(u32 to, const Stored* from, u32 bytes, bool wanted) {
   asm volatile(
       "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2; }" ::
           "r"(to), "l"(from), "r"(bytes), "r"((u32)wanted) : "memory");
@@ -79,14 +99,38 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
 __device__ __forceinline__ float widened(float value) { return value; }
 
 // Two neighbours, rounded.
-__device__ __forceinline__ u32 rounded(float first, float second) {
+__device__ __forceinline__ u32 rounded_to_float16(float first, float second) {
   u32 both;
-#ifdef FLOAT16
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-#endif
   return both;
+}
+
+__device__ __forceinline__ u32 rounded(float first, float second) {
+#ifdef FLOAT16
+  return rounded_to_float16(first, second);
+#else
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
+#endif
+}
+
+// Two float8_e4m3fn as float16. The upper half of the word, named as a part of it, takes no shift.
+__device__ __forceinline__ u32 float16_of_float8(u32 word, int half) {
+  u32 both;
+  if (half)
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, hi; }" : "=r"(both) : "r"(word));
+  else
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(both) : "r"(word));
+  return both;
+}
+
+// As multiply_add, of float16, whatever the elements are.
+__device__ __forceinline__ void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ float power_of_2(float x) {
@@ -177,7 +221,7 @@ __device__ __forceinline__ Seen seen_by(int token, int num_seqs, const Lists& li
 
 // Of one head; all rows are aligned to 16 bytes. A page is far from having 2^31 elements, a cache is not.
 struct Cache {
-  const Element *k, *v;
+  const Stored *k, *v;
   int k_stride_p, k_stride_s, v_stride_p, v_stride_s;
 };
 
@@ -195,14 +239,15 @@ __device__ __forceinline__ void copy_block(
     const Cache& cache, const Seen& seen, int block, int page, int end, u32 stage) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < PIECES / 2; i++) {
+  for (int i = 0; i < (KEYS * PIECES + 31) / 32; i++) {
     const int row = (lane + 32 * i) / PIECES, piece = (lane + 32 * i) % PIECES, key = block * KEYS + row;
     const i64 of_row = IN_ONE_PAGE ? page : __shfl_sync(0xffffffff, page, row);
     const int slot = (IN_ONE_PAGE ? block * KEYS % PAGE_SIZE + row : key % PAGE_SIZE);
     const u32 to = stage + row * PITCH + piece * 16, bytes = key < end ? 16 : 0;
-    const bool wanted = key < end || key >= seen.end;
-    copy_piece(to, cache.k + (of_row * cache.k_stride_p + slot * cache.k_stride_s + piece * 8), bytes, wanted);
-    copy_piece(to + BLOCK_BYTES, cache.v + (of_row * cache.v_stride_p + slot * cache.v_stride_s + piece * 8), bytes,
+    const bool wanted = (KEYS * PIECES % 32 == 0 || row < KEYS) && (key < end || key >= seen.end);
+    const int first = piece * IN_PIECE;
+    copy_piece(to, cache.k + (of_row * cache.k_stride_p + slot * cache.k_stride_s + first), bytes, wanted);
+    copy_piece(to + BLOCK_BYTES, cache.v + (of_row * cache.v_stride_p + slot * cache.v_stride_s + first), bytes,
                wanted);
   }
 }
@@ -218,9 +263,10 @@ __device__ __forceinline__ void copy_new_rows(const Cache& cache, const Seen& se
     for (int i = threadIdx.x % 32; i < (2 * PIECES + 31) / 32 * 32; i += 32) {
       const bool is_key = i < PIECES;
       const int piece = is_key ? i : i - PIECES;
-      const Element* from = is_key ? cache.k + (of_row * cache.k_stride_p + slot * cache.k_stride_s)
-                                   : cache.v + (of_row * cache.v_stride_p + slot * cache.v_stride_s);
-      copy_piece(stage + (is_key ? 0 : BLOCK_BYTES) + row * PITCH + piece * 16, from + piece * 8, 16, i < 2 * PIECES);
+      const Stored* from = is_key ? cache.k + (of_row * cache.k_stride_p + slot * cache.k_stride_s)
+                                  : cache.v + (of_row * cache.v_stride_p + slot * cache.v_stride_s);
+      copy_piece(stage + (is_key ? 0 : BLOCK_BYTES) + row * PITCH + piece * 16, from + piece * IN_PIECE, 16,
+                 i < 2 * PIECES);
     }
   }
 }
@@ -229,27 +275,138 @@ __device__ __forceinline__ void copy_new_rows(const Cache& cache, const Seen& se
 
 // A lane has keys `lane / 4` and that + 8 of a block, and heads `2 (lane % 4)` and that + 1.
 struct Sums {
-  float highest[2], total[2];    // of scores in base 2; of weights, over the lane's keys alone
-  float values[TILES][4];        // elements `lane / 4` and that + 8 of a tile
+  float highest[2], total[2];    // of scores in base 2, less RAISED; of weights, over the lane's keys alone
+  float values[TILES][4];        // elements `lane / 4` and that + 8 of a tile; of 8 bits `lane / 4 * 2` and that + 1
 };
 
 __device__ __forceinline__ void load_queries(u32 (&queries)[TILES][2], const Element* q, i64 stride_h, i64 stride_d,
                                              int num_heads) {
   const int lane = threadIdx.x % 32, head = lane / 4;
-  const Element* row = q + head * stride_h + (lane % 4) * 2 * stride_d;
+  const Element* row = q + head * stride_h + lane % 4 * LANE_STEP * stride_d;
   const bool by_pairs = stride_d == 1 && ((u64)q | (u64)(2 * stride_h)) % 4 == 0;
 #pragma unroll
   for (int i = 0; i < 2 * TILES; i++) queries[i / 2][i % 2] = 0;
   if (head >= num_heads) return;
   if (by_pairs) {
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) queries[i / 2][i % 2] = *(const u32*)(row + i * 8);
+    for (int i = 0; i < 2 * TILES; i++)
+      queries[i / 2][i % 2] = *(const u32*)(row + (i / 2 * 16 + i % 2 * PAIR_STEP));
   } else {
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++)
-      queries[i / 2][i % 2] = row[i * 8 * stride_d] | (u32)row[(i * 8 + 1) * stride_d] << 16;
+    for (int i = 0; i < 2 * TILES; i++) {
+      const int first = i / 2 * 16 + i % 2 * PAIR_STEP;
+      queries[i / 2][i % 2] = row[first * stride_d] | (u32)row[(first + 1) * stride_d] << 16;
+    }
   }
 }
+
+#ifdef CACHE_FLOAT8
+
+// Queries in bfloat16 as float16: those of a head times a power of two that makes the largest 2^14 to 2^15. Gives what
+// undoes this, of head `lane / 4`. What is then below 2^-14 is rounded, by 2^-25 at most: that is 2^-39 of the largest,
+// less than sums in float32 lose.
+__device__ __forceinline__ float fitted_to_float16(u32 (&queries)[TILES][2]) {
+  u32 largest = 0;    // as float32: but for the sign, numbers are in the order of their bits
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; i++) {
+    const u32 pair = queries[i / 2][i % 2] & 0x7fff7fff;
+    largest = max(largest, max(pair, pair << 16));
+  }
+  largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 1));
+  largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+  const u32 exponent = max(largest >> 23, 15u);    // a factor for less would be infinite
+  const float factor = __uint_as_float((127 + 14 + 127 - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; i++) {
+    const u32 pair = queries[i / 2][i % 2];
+    queries[i / 2][i % 2] =
+        rounded_to_float16(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000) * factor);
+  }
+  return __uint_as_float((exponent - 14) << 23);
+}
+
+// --- products of a block: 8 bits, two tiles at a time ---------------------------------------------------------------
+
+// The lane's address for four matrices: rows 0 to 7 and 8 to 15 of a tile, and of the next one, or where there is none
+// of the same again.
+__device__ __forceinline__ u32 two_tiles(u32 block, int tile) {
+  const int lane = threadIdx.x % 32;
+  return block + lane % 16 * PITCH + (tile + (tile + 1 < TILES ? lane / 16 : 0)) * 16;
+}
+
+// A word has the elements `lane % 4 * 4` to that + 3 of a key. In the product they take the places of `lane % 4 * 2`,
+// that + 1, that + 8 and that + 9, as the same of a query do.
+__device__ __forceinline__ void multiply_keys(
+    float (&scores)[4], float (&more)[4], const u32 (&queries)[TILES][2], u32 keys) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile += 2) {
+    u32 words[4];
+    load_matrices(words, two_tiles(keys, tile));
+#pragma unroll
+    for (int i = 0; i < 2 && tile + i < TILES; i++) {
+      const u32 low = words[2 * i], high = words[2 * i + 1];
+      const u32 a[4] = {float16_of_float8(low, 0), float16_of_float8(high, 0), float16_of_float8(low, 1),
+                        float16_of_float8(high, 1)};
+      multiply_add_float16(i ? more : scores, a, queries[tile + i][0], queries[tile + i][1]);
+    }
+  }
+}
+
+__device__ __forceinline__ u32 as_operand(float first, float second) { return rounded_to_float16(first, second); }
+
+// A word has elements `lane / 4 * 2` and that + 1 of one key's value, and then the same of the next key's. The first of
+// each are of row `lane / 4` in the product, the others of row `lane / 4 + 8`.
+__device__ __forceinline__ void add_values(Sums& sums, const float (&fade)[2], u32 b0, u32 b1, u32 values) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile += 2) {
+    u32 words[4];
+    load_matrices_transposed(words, two_tiles(values, tile));
+#pragma unroll
+    for (int i = 0; i < 2 && tile + i < TILES; i++) {
+      const u32 low = __byte_perm(words[2 * i], 0, 0x3120), high = __byte_perm(words[2 * i + 1], 0, 0x3120);
+      const u32 a[4] = {float16_of_float8(low, 0), float16_of_float8(low, 1), float16_of_float8(high, 0),
+                        float16_of_float8(high, 1)};
+#pragma unroll
+      for (int j = 0; j < 4; j++) sums.values[tile + i][j] *= fade[j % 2];
+      multiply_add_float16(sums.values[tile + i], a, b0, b1);
+    }
+  }
+}
+
+#else
+
+// --- products of a block: elements ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ void multiply_keys(
+    float (&scores)[4], float (&more)[4], const u32 (&queries)[TILES][2], u32 keys) {
+  const int lane = threadIdx.x % 32;
+  const u32 from = keys + lane % 16 * PITCH + lane / 16 * 16;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    u32 a[4];
+    load_matrices(a, from + tile * 32);
+    multiply_add(tile % 2 ? more : scores, a, queries[tile][0], queries[tile][1]);
+  }
+}
+
+__device__ __forceinline__ u32 as_operand(float first, float second) { return rounded(first, second); }
+
+__device__ __forceinline__ void add_values(Sums& sums, const float (&fade)[2], u32 b0, u32 b1, u32 values) {
+  const int lane = threadIdx.x % 32;
+  const u32 from = values + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    u32 a[4];
+    load_matrices_transposed(a, from + tile * 32);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums.values[tile][i] *= fade[i % 2];
+    multiply_add(sums.values[tile], a, b0, b1);
+  }
+}
+
+#endif
+
+// --- a block --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float capped(float score) {
   const float small = power_of_2(-2 * LOG2_E / max(CAP, 1e-30f) * fabsf(score));
@@ -257,23 +414,19 @@ __device__ __forceinline__ float capped(float score) {
   return score < 0 ? -y : y;
 }
 
-// Adds a block of keys, which lie in a stage, to the sums.
+// Adds a block of keys, which lie in a stage, to the sums. `factors`: of the lane's two heads, what makes scores of
+// products.
 __device__ __forceinline__ void add_block(
-    Sums& sums, const u32 (&queries)[TILES][2], const float (&slopes)[2], const Seen& seen, int block, u32 stage) {
+    Sums& sums, const u32 (&queries)[TILES][2], const float (&factors)[2], const float (&slopes)[2], const Seen& seen,
+    int block, u32 stage) {
   const int lane = threadIdx.x % 32, key = block * KEYS + lane / 4;
   float scores[4] = {0, 0, 0, 0}, more[4] = {0, 0, 0, 0};    // two sums, so that products overlap
-  const u32 keys = stage + lane % 16 * PITCH + lane / 16 * 16;
-#pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
-    u32 a[4];
-    load_matrices(a, keys + tile * 32);
-    multiply_add(tile % 2 ? more : scores, a, queries[tile][0], queries[tile][1]);
-  }
+  multiply_keys(scores, more, queries, stage);
   float fade[2];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int at = key + i / 2 * 8;
-    float score = (scores[i] + more[i]) * FACTOR;
+    float score = (scores[i] + more[i]) * factors[i % 2];
 #ifdef SLOPES
     score -= slopes[i % 2] * (seen.position - at);
 #endif
@@ -285,7 +438,7 @@ __device__ __forceinline__ void add_block(
     float highest = max(scores[j], scores[j + 2]);
 #pragma unroll
     for (int other = 4; other < 32; other *= 2) highest = max(highest, __shfl_xor_sync(0xffffffff, highest, other));
-    highest = max(highest, sums.highest[j]);
+    highest = max(highest - RAISED, sums.highest[j]);
     const float reference = highest == NONE ? 0 : highest;
     fade[j] = power_of_2(sums.highest[j] - reference);
     scores[j] = power_of_2(scores[j] - reference);
@@ -293,16 +446,8 @@ __device__ __forceinline__ void add_block(
     sums.total[j] = sums.total[j] * fade[j] + scores[j] + scores[j + 2];
     sums.highest[j] = highest;
   }
-  const u32 b0 = transposed(rounded(scores[0], scores[1])), b1 = transposed(rounded(scores[2], scores[3]));
-  const u32 values = stage + BLOCK_BYTES + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
-#pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
-    u32 a[4];
-    load_matrices_transposed(a, values + tile * 32);
-#pragma unroll
-    for (int i = 0; i < 4; i++) sums.values[tile][i] *= fade[i % 2];
-    multiply_add(sums.values[tile], a, b0, b1);
-  }
+  const u32 b0 = transposed(as_operand(scores[0], scores[1])), b1 = transposed(as_operand(scores[2], scores[3]));
+  add_values(sums, fade, b0, b1, stage + BLOCK_BYTES);
 }
 
 // --- what a CTA does ------------------------------------------------------------------------------------------------
@@ -329,8 +474,8 @@ __device__ __forceinline__ void hand_over(const Sums& sums, int part, u32 joined
 }
 
 // One warp: a tile of the result. `sinks`: in base 2, of the lane's two heads.
-__device__ __forceinline__ void join(
-    Element* out, const float (&sinks)[2], int tile, int num_parts, int num_heads, u32 joined, u32 weights) {
+__device__ __forceinline__ void join(Element* out, const float (&sinks)[2], float v_scale, int tile, int num_parts,
+                                     int num_heads, u32 joined, u32 weights) {
   const int lane = threadIdx.x % 32;
   const u32 sums_at = joined + tile / CLUSTER * TILE_BYTES + lane * 16, weights_at = weights + lane % 4 * 16;
   float highest[2] = {sinks[0], sinks[1]}, total[2] = {0, 0}, y[4] = {0, 0, 0, 0};
@@ -375,22 +520,27 @@ __device__ __forceinline__ void join(
 #pragma unroll
     for (int other = 4; other < 32; other *= 2) total[j] += __shfl_xor_sync(0xffffffff, total[j], other);
     total[j] += power_of_2(sinks[j] - reference[j]);
-    factor[j] = total[j] == 0 ? 0 : reciprocal(total[j]);
+    factor[j] = total[j] == 0 ? 0 : reciprocal(total[j]) * v_scale;
   }
-  const u32 low = transposed(rounded(y[0] * factor[0], y[1] * factor[1]));
-  const u32 high = transposed(rounded(y[2] * factor[0], y[3] * factor[1]));
-  if (lane / 4 < num_heads) {    // two neighbouring elements of head `lane / 4`
-    u32* to = (u32*)(out + lane / 4 * SIZE + tile * 16 + lane % 4 * 2);
-    to[0] = low;
-    to[4] = high;
+  u32 first = transposed(rounded(y[0] * factor[0], y[1] * factor[1]));
+  u32 second = transposed(rounded(y[2] * factor[0], y[3] * factor[1]));
+#ifdef CACHE_FLOAT8    // every second element, and those between them
+  const u32 even = first, odd = second;
+  first = __byte_perm(even, odd, 0x5410);
+  second = __byte_perm(even, odd, 0x7632);
+#endif
+  if (lane / 4 < num_heads) {    // pairs of neighbouring elements of head `lane / 4`
+    u32* to = (u32*)(out + lane / 4 * SIZE + tile * 16 + lane % 4 * LANE_STEP);
+    to[0] = first;
+    to[PAIR_STEP / 2] = second;
   }
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS) decode_attention(
-    Element* out, const Element* q, const Element* k, const Element* v, const Sink* sinks, const float* slopes,
-    const int* cu_seqlens, const int* kv_lens, const int* page_indices, const int* page_indptr, const int* page_start,
-    i64 num_seqs, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, i64 k_stride_p, i64 k_stride_s, i64 k_stride_h,
-    i64 v_stride_p, i64 v_stride_s, i64 v_stride_h) {
+    Element* out, const Element* q, const Stored* k, const Stored* v, const float* k_scale, const float* v_scale,
+    const Sink* sinks, const float* slopes, const int* cu_seqlens, const int* kv_lens, const int* page_indices,
+    const int* page_indptr, const int* page_start, i64 num_seqs, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d,
+    i64 k_stride_p, i64 k_stride_s, i64 k_stride_h, i64 v_stride_p, i64 v_stride_s, i64 v_stride_h) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 all_given;
   let_next_kernel_start();
@@ -440,6 +590,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
 
   u32 queries[TILES][2];
   load_queries(queries, q + token * q_stride_t + head * q_stride_h, q_stride_h, q_stride_d, num_heads);
+  float factors[2] = {FACTOR, FACTOR}, value_scale = 1;
+#ifdef K_SCALE
+#pragma unroll
+  for (int j = 0; j < 2; j++) factors[j] *= k_scale[0];
+#endif
+#ifdef V_SCALE
+  value_scale = v_scale[0];
+#endif
   float own_sinks[2] = {NONE, NONE}, own_slopes[2] = {0, 0};
 #pragma unroll
   for (int j = 0; j < 2; j++)
@@ -451,6 +609,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
       own_slopes[j] = slopes[head + lane % 4 * 2 + j];
 #endif
     }
+#if defined(CACHE_FLOAT8) && !defined(FLOAT16)    // after all loads: it waits for the queries
+  const float fitted = fitted_to_float16(queries);
+#pragma unroll
+  for (int j = 0; j < 2; j++) factors[j] *= __shfl_sync(0xffffffff, fitted, (lane % 4 * 2 + j) * 4);
+#endif
 
   Sums sums = {{NONE, NONE}};
   int at = 0;
@@ -463,7 +626,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
     else
       wait_for_copies<STAGES - 1>();
     __syncwarp();
-    add_block(sums, queries, own_slopes, seen, block, ring + at * 2 * BLOCK_BYTES);
+    add_block(sums, queries, factors, own_slopes, seen, block, ring + at * 2 * BLOCK_BYTES);
     __syncwarp();
     if (i + STAGES < count) {
       const int following = page_of(seen, block + (STAGES + 1) * PARTS);
@@ -490,5 +653,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   else
     barrier_wait(barrier);
   for (int tile = warp * CLUSTER + rank; tile < TILES; tile += PARTS)
-    join(out + (token * HEADS + head) * SIZE, own_sinks, tile, min(num_blocks, PARTS), num_heads, joined, weights);
+    join(out + (token * HEADS + head) * SIZE, own_sinks, value_scale, tile, min(num_blocks, PARTS), num_heads, joined,
+         weights);
 }

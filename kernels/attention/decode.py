@@ -23,7 +23,8 @@ KEYS = 16
 """Of a block."""
 COLUMNS = 8
 """Query heads that a cluster takes."""
-_PAD = 16
+_PIECE = 16
+"""Bytes that are copied at a time."""
 _TILE_BYTES, _WEIGHT_BYTES = 512, 64
 
 
@@ -47,50 +48,52 @@ def decode_of(use: Use, slots: int) -> Decode:
     compute while others wait, and heads of more than 128 elements leave room for four.
     """
     size = _number(use, "k_cache", 3)
+    stage = stage_bytes(size, use.width("k_cache"))
     clusters = slots * _heads(use)
     cluster = max(each for each in (1, 2, 4, 8) if each == 1 or clusters * each <= NUM_SMS)
     warps = 8 if size <= WIDE else 4
-    return Decode(cluster, warps, max(1, min(8, RING_BYTES // (warps * stage_bytes(size)))))
+    return Decode(cluster, warps, max(1, min(8, RING_BYTES // (warps * stage))))
 
 
-def stage_bytes(size: int) -> int:
-    """A block of keys, and their values."""
-    return 2 * KEYS * (2 * size + _PAD)
+def stage_bytes(size: int, width: int = 2) -> int:
+    """A block of keys, and their values, in elements of `width` bytes. Rows are an odd number of pieces apart."""
+    return 2 * KEYS * _PIECE * (size * width // _PIECE | 1)
 
 
-def shared_bytes(size: int, how: Decode) -> int:
-    """What a block needs: what its cluster joins in it, and the rings of its warps."""
+def shared_bytes(size: int, how: Decode, width: int = 2) -> int:
+    """What a block needs: what its cluster joins in it, and the rings of its warps. A cached element has `width`."""
     own_tiles = -(-(size // 16) // how.cluster)
     joined = how.cluster * how.warps * (own_tiles * _TILE_BYTES + _WEIGHT_BYTES)
-    return joined + how.warps * how.stages * stage_bytes(size)
+    return joined + how.warps * how.stages * stage_bytes(size, width)
 
 
 def decode_launch(use: Use, how: Decode) -> Launch:
     """Each token for itself, a cluster for each 8 heads that share a key head."""
     heads, kv_heads, size = (_number(use, name, axis) for name, axis in (("q", 2), ("k_cache", 2), ("k_cache", 3)))
     window, chunk, cap, scale = (use.constant(name) or 0 for name in ("window", "chunk", "soft_cap", "scale"))
-    has_sinks = use.has("sinks")
-    assert shared_bytes(size, how) <= MOST_SHARED_BYTES, f"{how} wants more shared memory than a block has"
+    has_sinks, width = use.has("sinks"), use.width("k_cache")
+    assert shared_bytes(size, how, width) <= MOST_SHARED_BYTES, f"{how} wants more shared memory than a block has"
     names = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
     return Launch(
         kernel="precast.kernels.attention/decode.cu:decode_attention",
         grid=(how.cluster, _heads(use), use.shape("q")[1]),
         args=(
             Pointer("out.0"), Pointer("q"), Pointer("k_cache"), Pointer("v_cache"),
-            *(Pointer(name) if use.has(name) else None for name in ("sinks", "slopes")),
+            *(Pointer(name) if use.has(name) else None for name in ("k_scale", "v_scale", "sinks", "slopes")),
             *(Pointer(name) for name in names), _sequences(use),
             *(Stride("q", axis) for axis in (1, 2, 3)),
             *(Stride(name, axis) for name in ("k_cache", "v_cache") for axis in (0, 1, 2)),
         ),
         constants={
-            "FLOAT16": use.dtype == "float16", "HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size,
+            "FLOAT16": use.dtype == "float16", "CACHE_FLOAT8": width == 1, "K_SCALE": use.has("k_scale"),
+            "V_SCALE": use.has("v_scale"), "HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size,
             "PAGE_SIZE": _number(use, "k_cache", 1), "SCALE": float(scale), "SOFT_CAP": float(cap),
             "WINDOW": window, "CHUNK": chunk, "SINKS": has_sinks,
             "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "SLOPES": use.has("slopes"),
             "CLUSTER": how.cluster, "WARPS": how.warps, "STAGES": how.stages,
         },
         block=32 * how.warps,
-        shared_bytes=shared_bytes(size, how),
+        shared_bytes=shared_bytes(size, how, width),
         pdl=True,
     )  # fmt: skip
 

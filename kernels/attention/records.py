@@ -68,12 +68,13 @@ _HOPPER: dict[str, Any] = {
 }  # fmt: skip
 
 _WHOLE_TILES = Condition(
-    f"heads of a multiple of 16 elements up to {decode.MOST_SIZE}, of the query's type",
+    f"heads of a multiple of 16 elements up to {decode.MOST_SIZE}, of the query's type or float8_e4m3fn",
     lambda use: (
         (use.number("k_cache", 3) or 1) % 16 == 0
         and (use.number("k_cache", 3) or 0) <= decode.MOST_SIZE
         and use.number("k_cache", 3) == use.number("v_cache", 3)
-        and use.operands["k_cache"].type.dtype == use.operands["v_cache"].type.dtype == use.operands["q"].type.dtype
+        and use.operands["k_cache"].type.dtype == use.operands["v_cache"].type.dtype
+        and use.operands["k_cache"].type.dtype in ("float8_e4m3fn", use.operands["q"].type.dtype)
     ),
 )
 _SINKS = Condition(

@@ -32,7 +32,7 @@ using std::min;
 
 struct float4 { float x, y, z, w; };
 struct Index { unsigned x, y, z; };
-struct Copy { u32 to; const Element* from; u32 bytes; };
+struct Copy { u32 to; const void* from; u32 bytes; };
 struct Thread {
   Index thread, block;
   std::vector<std::vector<Copy>> groups;    // the last one is not ended yet
@@ -65,7 +65,8 @@ static T exchanged(T value, u32 source) {
 }
 template <typename T>
 inline T __shfl_sync(u32, T value, int source) { return exchanged(value, source); }
-inline float __shfl_xor_sync(u32, float value, int mask) { return exchanged(value, lane() ^ mask); }
+template <typename T>
+inline T __shfl_xor_sync(u32, T value, int mask) { return exchanged(value, lane() ^ mask); }
 inline u32 __ballot_sync(u32, bool value) {
   current->given[0] = value;
   __syncwarp();
@@ -85,7 +86,7 @@ static void arrive(const Copy& copy) {
   memset(at(copy.to, 16), 0, 16);
   memcpy(at(copy.to, 16), copy.from, copy.bytes);
 }
-inline void copy_piece(u32 to, const Element* from, u32 bytes, bool wanted) {
+inline void copy_piece(u32 to, const void* from, u32 bytes, bool wanted) {
   if (!wanted) return;
   CHECK((u64)from % 16 == 0 && to % 16 == 0);
   if (copies_are_late)
@@ -135,26 +136,46 @@ inline u32 transposed(u32 matrix) {
   return found;
 }
 
-inline float widened(float value) { return value; }
-#ifdef FLOAT16
-inline float widened(Element value) {
+inline float __uint_as_float(u32 bits) {
+  float number;
+  memcpy(&number, &bits, 4);
+  return number;
+}
+inline u32 __byte_perm(u32 a, u32 b, u32 places) {
+  const u64 both = (u64)b << 32 | a;
+  u32 made = 0;
+  for (int i = 0; i < 4; i++) made |= (u32)(both >> (places >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return made;
+}
+
+inline float of_float16(u16 bits) {
   _Float16 narrow;
-  memcpy(&narrow, &value, 2);
+  memcpy(&narrow, &bits, 2);
   return narrow;
 }
-static Element rounded(float value) {
+static u16 as_float16(float value) {
   const _Float16 narrow = value;
-  Element bits;
+  u16 bits;
   memcpy(&bits, &narrow, 2);
   return bits;
 }
-#else
-inline float widened(Element value) {
-  const u32 bits = (u32)value << 16;
-  float wide;
-  memcpy(&wide, &bits, 4);
-  return wide;
+static float of_float8(u32 bits) {
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  const float size = (bits & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+  return bits & 128 ? -size : size;
 }
+inline u32 rounded_to_float16(float first, float second) { return as_float16(first) | (u32)as_float16(second) << 16; }
+inline u32 float16_of_float8(u32 word, int half) {
+  const u32 pair = word >> 16 * half;
+  return rounded_to_float16(of_float8(pair & 255), of_float8(pair >> 8 & 255));
+}
+
+inline float widened(float value) { return value; }
+#ifdef FLOAT16
+inline float widened(Element value) { return of_float16(value); }
+static Element rounded(float value) { return as_float16(value); }
+#else
+inline float widened(Element value) { return __uint_as_float((u32)value << 16); }
 static Element rounded(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);
@@ -165,7 +186,7 @@ inline u32 rounded(float first, float second) { return rounded(first) | (u32)rou
 inline float power_of_2(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1 / x; }
 
-inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+static void multiply_add_of(float (*value)(u16), float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   memcpy(current->given, a, sizeof a);
   current->given[4] = b0;
   current->given[5] = b1;
@@ -175,10 +196,16 @@ inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     for (int k = 0; k < 16; k++) {    // a pair of neighbouring k is a register
       const u32 from_a = warp()[row % 8 * 4 + k % 8 / 2].given[row / 8 + k / 8 * 2] >> k % 2 * 16;
       const u32 from_b = warp()[column * 4 + k % 8 / 2].given[4 + k / 8] >> k % 2 * 16;
-      sums[j] += widened((Element)from_a) * widened((Element)from_b);
+      sums[j] += value((u16)from_a) * value((u16)from_b);
     }
   }
   __syncwarp();
+}
+inline void multiply_add(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  multiply_add_of(widened, sums, a, b0, b1);
+}
+inline void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  multiply_add_of(of_float16, sums, a, b0, b1);
 }
 
 struct Barrier { int arrivals; i64 bytes; };
@@ -244,10 +271,11 @@ static const u64* arguments;
 static void run_thread() {
   const u64* a = arguments;
   const auto list = [&](int i) { return (const int*)a[i]; };
-  const auto elements = [&](int i) { return (const Element*)a[i]; };
-  decode_attention((Element*)a[0], elements(1), elements(2), elements(3), (const Sink*)a[4], (const float*)a[5], list(6),
-                   list(7), list(8), list(9), list(10), a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18], a[19],
-                   a[20]);
+  const auto cache = [&](int i) { return (const Stored*)a[i]; };
+  const auto numbers = [&](int i) { return (const float*)a[i]; };
+  decode_attention((Element*)a[0], (const Element*)a[1], cache(2), cache(3), numbers(4), numbers(5), (const Sink*)a[6],
+                   numbers(7), list(8), list(9), list(10), list(11), list(12), a[13], a[14], a[15], a[16], a[17], a[18],
+                   a[19], a[20], a[21], a[22]);
 }
 
 // `changed`: `count` times the address of what the kernel in front writes, of what is there afterwards, and its bytes.

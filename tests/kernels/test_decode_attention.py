@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_samples.attention import paged_sample
+from op_samples.attention import paged_sample, scales
 from op_samples.draw import Draw, Sample
 
 from precast.ir.graph import symbols
@@ -25,6 +25,7 @@ from precast.kernels.attention.records import RECORDS
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import as_function
 from precast.kernels.records import Pointer, Record, Stride, nothing
+from precast.kernels.storage import bits
 from precast.kernels.use import Target, Use
 
 FILE = "attention/decode.cu"
@@ -35,6 +36,15 @@ PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- what a token sees"
 HEADER = '#include "half.cuh"\n'
 
 Run = Callable[..., torch.Tensor]
+
+
+def drawn(draw: Draw, heads: int, sinks: torch.dtype, more: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with tensors for those that are to be there."""
+    made: dict[str, Any] = {
+        "sinks": draw.normal(heads, dtype=sinks), "slopes": draw.uniform(heads, dtype=torch.float32)
+    }  # fmt: skip
+    wanted = {name: made.get(name, value) for name, value in more.items() if name != "scales"}
+    return wanted | (scales(draw) if "scales" in more else {})
 
 
 def use_of(sample: Sample) -> Use:
@@ -92,7 +102,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
             if name == "q":
                 early.fill_(float("nan"))
             else:
-                early.flatten(0, 1)[new_slots(sample)] = float("nan")
+                bits(early).flatten(0, 1)[new_slots(sample)] = bits(torch.tensor(float("nan"), dtype=early.dtype))
             tensors[name] = early
             changed.append((early, after))
         assert all(after.is_contiguous() for _, after in changed)
@@ -118,7 +128,9 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return execute
 
 
-HALF, BRAIN = torch.float16, torch.bfloat16
+HALF, BRAIN, FLOAT8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+EIGHT: dict[str, Any] = {"cache_dtype": FLOAT8}
+SCALED: dict[str, Any] = EIGHT | {"scales": True}
 MIXED = [(3, 5), (1, 33), (0, 4), (2, 71), (1, 1)]
 DECODE = [(1, length) for length in (1, 17, 64, 175)]
 
@@ -136,6 +148,12 @@ DECODE = [(1, length) for length in (1, 17, 64, 175)]
         (HALF, 7, 1, 80, 5, Decode(2, 2, 2), {"chunk": 37, "cut": True}),
         (BRAIN, 4, 1, 64, 7, Decode(8, 4, 1), {"slopes": True, "window": 20, "sinks": True, "cut": True}),
         (HALF, 6, 2, 16, 16, Decode(1, 1, 4), {"slopes": True, "chunk": 64}),
+        (BRAIN, 8, 2, 128, 8, Decode(4, 1, 3), EIGHT | {"padding": 2}),
+        (HALF, 4, 1, 64, 16, Decode(2, 2, 2), EIGHT | {"sinks": True, "soft_cap": 4.0}),
+        (BRAIN, 7, 1, 80, 5, Decode(2, 2, 2), SCALED | {"window": 65, "slopes": True, "cut": True}),
+        (HALF, 19, 1, 16, 4, Decode(2, 2, 1), SCALED | {"window": 20, "sinks": True}),
+        (BRAIN, 1, 1, 256, 32, Decode(4, 2, 2), SCALED | {"window": 33}),
+        (HALF, 2, 2, 112, 1, Decode(1, 4, 1), SCALED | {"chunk": 37, "cut": True, "padding": 1}),
     ],
     ids=str,
 )
@@ -144,10 +162,7 @@ def test_source_on_a_cpu(
     more: dict[str, Any], same: Callable[..., None],
 ) -> None:  # fmt: skip
     draw = Draw(dtype, CPU)
-    if "sinks" in more:
-        more = more | {"sinks": draw.normal(heads, dtype=torch.float32 if size == 128 else dtype)}
-    if "slopes" in more:
-        more = more | {"slopes": draw.uniform(heads, dtype=torch.float32)}
+    more = drawn(draw, heads, torch.float32 if size == 128 else dtype, more)
     for sequences in (DECODE, MIXED):
         sample = paged_sample(draw, sequences, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
         expected = paged_attention(**sample)
@@ -155,9 +170,12 @@ def test_source_on_a_cpu(
             same(PAGED_ATTENTION, on_cpu(sample, how, late=late), expected)
 
 
-def test_a_token_gets_the_same_bits_alone(on_cpu: Run) -> None:
+@pytest.mark.parametrize("cached", [BRAIN, FLOAT8], ids=str)
+def test_a_token_gets_the_same_bits_alone(on_cpu: Run, cached: torch.dtype) -> None:
     """Also from a ring of another length."""
-    sample = paged_sample(Draw(BRAIN, CPU), DECODE, heads=4, kv_heads=1, size=64, page_size=16)
+    sample = paged_sample(
+        Draw(BRAIN, CPU), DECODE, heads=4, kv_heads=1, size=64, page_size=16, cache_dtype=cached
+    )  # fmt: skip
     together = on_cpu(sample, Decode(2, 2, 2))
 
     for b in range(len(DECODE)):
@@ -166,6 +184,48 @@ def test_a_token_gets_the_same_bits_alone(on_cpu: Run) -> None:
         alone = on_cpu({**sample, **lists, "q": sample["q"][:, b : b + 1].clone()}, Decode(2, 2, 1))
 
         assert torch.equal(alone[0, 0], together[0, b])
+
+
+def one_key(dtype: torch.dtype, device: torch.device) -> tuple[Sample, torch.Tensor]:
+    """A call over one key, whose value has all finite numbers of float8; and its result [H, D], which is the value."""
+    numbers = torch.arange(256, dtype=torch.uint8, device=device)
+    numbers[numbers % 128 == 127] = 0
+    sample = paged_sample(Draw(dtype, device), [(1, 1)], heads=2, kv_heads=1, size=256, page_size=8, **EIGHT)
+    bits(sample["v_cache"])[:] = numbers
+    return sample, numbers.view(FLOAT8).to(dtype).expand(2, 256)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
+def test_elements_of_8_bits_stay_in_order(on_cpu: Run, dtype: torch.dtype) -> None:
+    sample, expected = one_key(dtype, CPU)
+
+    assert torch.equal(on_cpu(sample, Decode(2, 1, 1))[0, 0], expected)
+
+
+@pytest.mark.parametrize("power", [-100, 100])
+def test_queries_beyond_float16_over_8_bits(on_cpu: Run, power: int) -> None:
+    """A power of two changes no digit: what is in `scale` instead gives the same bits."""
+    sample = paged_sample(Draw(BRAIN, CPU), MIXED, heads=4, kv_heads=1, size=32, page_size=8, **EIGHT)
+    scale = sample["scale"]
+
+    found = on_cpu(sample | {"q": sample["q"] * 2.0**power, "scale": scale * 2.0**-power}, Decode(2, 1, 2))
+
+    assert torch.equal(found, on_cpu(sample, Decode(2, 1, 2)))
+
+
+def test_small_weights_count_over_8_bits(on_cpu: Run, same: Callable[..., None]) -> None:
+    """Of 1,025 keys 1,024 weigh 2^-24.6 as much as the first, which float16 would round to 2^-24."""
+    sample = paged_sample(
+        Draw(HALF, CPU), [(1, 1025)], heads=1, kv_heads=1, size=16, page_size=64, scale=17.05 / 16, **EIGHT
+    )
+    first = sample["page_indices"][0]
+    keys, values = torch.zeros(sample["k_cache"].shape), torch.full(sample["v_cache"].shape, 448.0)
+    keys[first, 0, 0, 0], values[first, 0] = 16, 0
+    sample |= {"k_cache": keys.to(FLOAT8), "v_cache": values.to(FLOAT8), "q": torch.ones_like(sample["q"])}
+    expected = paged_attention(**sample)
+
+    assert expected.min() > 0.018
+    same(PAGED_ATTENTION, on_cpu(sample, Decode(2, 2, 2)), expected)
 
 
 # --- without a GPU -----------------------------------------------------------------------------------------------
@@ -179,8 +239,11 @@ def test_a_token_gets_the_same_bits_alone(on_cpu: Run) -> None:
         (64, 8, 64, {"window": 128, "sinks": torch.empty(64, dtype=torch.float32)}),
         (16, 8, 256, {"window": 1024, "soft_cap": 50.0}),
         (71, 1, 80, {"chunk": 100, "slopes": torch.empty(71), "sinks": torch.empty(71, dtype=BRAIN)}),
+        (32, 8, 128, EIGHT),
+        (16, 8, 256, EIGHT | {"window": 1024, "k_scale": torch.empty(1), "v_scale": torch.empty(1)}),
+        (71, 1, 80, EIGHT | {"slopes": torch.empty(71), "sinks": torch.empty(71, dtype=BRAIN), "soft_cap": 2.0}),
     ],
-    ids=["llama", "gpt-oss", "gemma", "all"],
+    ids=["llama", "gpt-oss", "gemma", "all", "llama in 8 bits", "gemma in 8 bits", "all in 8 bits"],
 )
 def test_what_records_launch_fits_a_multiprocessor(
     heads: int, kv_heads: int, size: int, more: dict[str, Any], tmp_path: Path
@@ -202,6 +265,34 @@ def test_what_records_launch_fits_a_multiprocessor(
         assert int(used["SHARED"]) - 1024 + launch.shared_bytes <= 227 << 10
         assert int(used["REG"]) * launch.block <= 65536
         assert (used["STACK"], used["LOCAL"]) == ("0", "0")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values", "size", "is_taken"),
+    [
+        (BRAIN, BRAIN, BRAIN, 80, True), (BRAIN, FLOAT8, FLOAT8, 80, True), (HALF, FLOAT8, FLOAT8, 256, True),
+        (HALF, BRAIN, BRAIN, 64, False), (BRAIN, FLOAT8, BRAIN, 64, False), (BRAIN, FLOAT8, FLOAT8, 24, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_caches_that_are_taken(
+    queries: torch.dtype, keys: torch.dtype, values: torch.dtype, size: int, is_taken: bool
+) -> None:
+    sample = paged_sample(Draw(queries, CPU), DECODE, heads=2, kv_heads=1, size=size)
+    use = use_of(sample | {"k_cache": sample["k_cache"].to(keys), "v_cache": sample["v_cache"].to(values)})
+
+    assert all(condition.holds(use) for condition in RECORDS[0].takes) == is_taken
+
+
+def test_rings_of_8_bits_hold_as_many_keys_at_least() -> None:
+    """In the same memory, up to eight blocks a warp."""
+    for size, expected in {16: (8, 8), 64: (3, 6), 80: (3, 6), 96: (2, 4), 128: (2, 3), 256: (2, 4)}.items():
+        samples = [
+            paged_sample(Draw(BRAIN, CPU), DECODE, heads=8, kv_heads=1, size=size, cache_dtype=dtype)
+            for dtype in (BRAIN, FLOAT8)
+        ]
+
+        assert tuple(decode_of(use_of(sample), 8).stages for sample in samples) == expected
 
 
 def test_blocks_of_a_step_have_a_multiprocessor_each() -> None:
@@ -257,11 +348,42 @@ def test_sequences(
     hopper: torch.device, heads: int, kv_heads: int, size: int, page_size: int, more: dict[str, Any], how: Decode,
     same: Callable[..., None],
 ) -> None:  # fmt: skip
-    draw = Draw(torch.bfloat16, hopper)
-    if "sinks" in more:
-        more = more | {"sinks": draw.normal(heads)}
-    if "slopes" in more:
-        more = more | {"slopes": draw.uniform(heads, dtype=torch.float32)}
+    draw = Draw(BRAIN, hopper)
+    more = drawn(draw, heads, BRAIN, more)
     sample = paged_sample(draw, LONG, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
 
     same(PAGED_ATTENTION, run(sample, how), paged_attention(**sample))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
+@pytest.mark.parametrize("how", [Decode(1, 4, 3), Decode(2, 8, 1), Decode(4, 2, 3), Decode(8, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "page_size", "more"),
+    [
+        (32, 8, 128, 16, EIGHT | {"padding": 2}),
+        (32, 8, 128, 5, SCALED | {"soft_cap": 3.0}),
+        (64, 8, 64, 32, SCALED | {"window": 128, "sinks": True, "cut": True}),
+        (14, 1, 80, 7, SCALED | {"slopes": True, "sinks": True}),
+        (16, 8, 256, 16, SCALED | {"window": 1024, "soft_cap": 50.0}),
+        (19, 1, 16, 8, EIGHT | {"chunk": 600, "slopes": True, "cut": True}),
+    ],
+    ids=str,
+)
+def test_sequences_of_8_bits(
+    hopper: torch.device, heads: int, kv_heads: int, size: int, page_size: int, more: dict[str, Any], how: Decode,
+    dtype: torch.dtype, same: Callable[..., None],
+) -> None:  # fmt: skip
+    draw = Draw(dtype, hopper)
+    more = drawn(draw, heads, dtype, more)
+    sample = paged_sample(draw, LONG, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
+
+    same(PAGED_ATTENTION, run(sample, how), paged_attention(**sample))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
+def test_all_values_of_8_bits(hopper: torch.device, dtype: torch.dtype) -> None:
+    sample, expected = one_key(dtype, hopper)
+
+    assert torch.equal(run(sample, Decode(2, 4, 2))[0, 0], expected)
