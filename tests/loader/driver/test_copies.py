@@ -1,5 +1,5 @@
 """Params whose rows and columns are exchanged, and words in another order, by copies on a GPU by hand, which does what
-the kernels do."""
+the kernels do, and by the kernels on a real one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import quantised
 import torch
@@ -22,11 +23,13 @@ from graph_text import parse_graph
 from recipe_cases import evaluate, params_graph, read
 from safetensors.torch import save_file
 
+from precast.builder.native.layer import native_layer, target_named
 from precast.ir.errors import WeightsError
-from precast.ir.graph.schema import Cast, Concat, Graph, Recipe, Repack, Slice, Stack, Transpose
+from precast.ir.graph.schema import Cast, Concat, Dtype, Graph, Recipe, Repack, Slice, Stack, Transpose
 from precast.ir.manifest import Checkpoint
 from precast.ir.native import NO_ARGUMENT, NativeKernel, NativeLayer, NativeParam
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.kernels.dtypes import BY_NAME
 from precast.kernels.without_torch import copies
 from precast.kernels.without_torch.copies import (
     REARRANGED,
@@ -37,9 +40,14 @@ from precast.kernels.without_torch.copies import (
     repacked_arguments,
     repacked_key,
 )
+from precast.loader.device import Buffer, host_bytes
 from precast.loader.driver import library, param_plan, weights
 from precast.loader.driver.context import begin
 from precast.loader.driver.copies import Copies
+from precast.loader.driver.device import DriverDevice
+from precast.loader.weights.parts import Target
+from precast.loader.weights.read_plan import Copy, Job, Plan
+from precast.loader.weights.views import View
 
 _IMAGE = b"\x7fELF"
 _DIGEST = hashlib.sha256(_IMAGE).hexdigest()
@@ -120,25 +128,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 Loaded = Callable[..., dict[str, bytes]]
 
 
+def load(folder: Path, graph: Graph, tensors: Mapping[str, torch.Tensor], layer: NativeLayer) -> dict[str, bytes]:
+    """The bytes of a graph's params, as a load leaves them on the GPU."""
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    context = begin("cuda")
+    device = context.result().device
+    what = param_plan.planned(graph, Checkpoint(), CheckpointFiles.open(folder))
+    params = weights.placed(what, graph, device)
+    weights.stream(what, params, weights.Ring(context), device, layer)
+    return {
+        target.name: bytes_of(device, params.buffers[target.name], param_plan.target_bytes(target))
+        for target in what.plan.targets
+        if target.name is not None
+    }
+
+
+def bytes_of(device: DriverDevice, buffer: Buffer, num_bytes: int) -> bytes:
+    there = device.alloc(num_bytes, pinned=True)
+    with device.use():
+        device.copy(there, buffer)
+    device.synchronize()
+    return bytes(host_bytes(there))
+
+
 @pytest.fixture
 def loaded(gpu: Gpu, tmp_path: Path) -> Loaded:
-    """The bytes of a graph's params, as a load leaves them on the GPU."""
-
-    def load(graph: Graph, tensors: Mapping[str, torch.Tensor], layer: NativeLayer) -> dict[str, bytes]:
-        save_file({name: each.contiguous() for name, each in tensors.items()}, tmp_path / "model.safetensors")
-        context = begin("cuda")
-        device = context.result().device
-        what = param_plan.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
-        params = weights.placed(what, graph, device)
-        weights.stream(what, params, weights.Ring(context), device, layer)
-        return {
-            param.name: ctypes.string_at(params.buffers[param.name].pointer, param_plan.target_bytes(target))
-            for param in graph.params
-            for target in what.plan.targets
-            if target.name == param.name
-        }
-
-    return load
+    return lambda *given: load(tmp_path, *given)
 
 
 TENSORS = {
@@ -150,8 +165,9 @@ TENSORS = {
 }  # fmt: skip
 
 
-def turned(name: str) -> Recipe:
-    return Transpose(read(name, TENSORS), 0, 1)
+def turned(name: str, tensors: Mapping[str, torch.Tensor] = TENSORS) -> Recipe:
+    rank = tensors[name].dim()
+    return Transpose(read(name, tensors), rank - 2, rank - 1)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -167,8 +183,8 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-def expected(recipes: Mapping[str, Recipe]) -> dict[str, bytes]:
-    made = {name: evaluate(recipe, TENSORS).contiguous() for name, recipe in recipes.items()}
+def expected(recipes: Mapping[str, Recipe], tensors: Mapping[str, torch.Tensor] = TENSORS) -> dict[str, bytes]:
+    made = {name: evaluate(recipe, tensors).contiguous() for name, recipe in recipes.items()}
     return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in made.items()}
 
 
@@ -241,3 +257,155 @@ def test_what_the_kernel_does_not_take() -> None:
     assert repacked_arguments("zeros", (2, 2, 2), (4, 2, 1), (1, 2, 4)) is None
     assert repacked_arguments("zeros", (3,), (5,), (1,)) == ((1, 1, 1), (1, 3, 0, 0, 5, 0, 0, 1))
     assert repacked_arguments("values", (1, 8, 1 << 22), (8, 1, 1), (1, 1, 8)) is None
+
+
+# --- on a GPU by hand, and on a real one -------------------------------------------------------------------------
+
+ODD = {
+    "words": torch.randint(-(1 << 31), 1 << 31, (131, 67)).int(), "floats": torch.randn(5, 131),
+    "halves": torch.randn(259, 33).half(), "others": torch.randn(7, 33).half(),
+    "numbers": torch.randn(37, 133).bfloat16(), "bytes": torch.randint(0, 256, (67, 261)).to(torch.uint8),
+    "more bytes": torch.randint(0, 256, (3, 261)).to(torch.uint8),
+    "float8": torch.randn(33, 47).to(torch.float8_e4m3fn), "cube": torch.randn(3, 35, 130).half(),
+    "awq": torch.randint(-(1 << 31), 1 << 31, (280, 35)).int(),
+    "awq.zeros": torch.randint(-(1 << 31), 1 << 31, (35, 35)).int(),
+}  # fmt: skip
+"""Of sizes that fill no tile, or some and a part."""
+
+
+def odd(name: str) -> Recipe:
+    return turned(name, ODD)
+
+
+ODD_RECIPES: dict[str, Recipe] = {
+    **{name: odd(name) for name in ("words", "floats", "numbers", "float8", "cube")},
+    "some rows": Slice(odd("words"), 0, 3, 41), "some columns": Slice(odd("numbers"), 1, 5, 27),
+    "outer": Transpose(read("cube", ODD), 0, 2), "joined": Concat((odd("halves"), odd("others")), 1),
+    "joined bytes": Concat((odd("more bytes"), odd("bytes")), 1),
+    "stack": Stack((odd("words"), odd("words")), 1),
+    "values": Repack(read("awq", ODD), "values"), "zeros": Repack(read("awq.zeros", ODD), "zeros"),
+    "some outputs": Slice(Repack(read("awq", ODD), "values"), 0, 8, 160),
+    "some inputs": Slice(Repack(read("awq", ODD), "values"), 1, 3, 29),
+    "values beside values": Concat((Repack(read("awq", ODD), "values"),) * 2, 1),
+    "zeros beside words": Concat(
+        (Slice(odd("words"), 0, 1, 35), Repack(read("awq.zeros", ODD), "zeros")), 1
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled() -> NativeLayer:
+    """For the GPU at hand: what loads of all these params launch."""
+    name = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return native_layer(params_graph(ODD_RECIPES, ODD), target_named(name))
+
+
+@pytest.fixture(params=["by hand", pytest.param("cuda", marks=pytest.mark.gpu)])
+def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeLayer:
+    """The kernels of a GPU, which the driver is of from now on."""
+    if request.param == "by hand":
+        request.getfixturevalue("gpu")
+        return layer_for(1, 2, 4, "values", "zeros")
+    monkeypatch.setattr(weights, "THREADS", 2)
+    found: NativeLayer = request.getfixturevalue("compiled")
+    return found
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 20, 1 << 12])
+def test_kernels_make_what_the_host_makes(
+    buffer_bytes: int, layer: NativeLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All params, of sizes that fill no tile, with parts that begin at any element."""
+    for module in (param_plan, weights):
+        monkeypatch.setattr(module, "BUFFER_BYTES", buffer_bytes)
+    graph = params_graph(ODD_RECIPES, ODD)
+
+    on_host, on_device = (load(tmp_path, graph, ODD, each) for each in (layer_for(), layer))
+
+    what = param_plan.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
+    by_kernels = Copies(what, layer, begin("cuda").result().device).targets
+    assert {what.plan.targets[i].name for i in by_kernels} == ODD_RECIPES.keys()
+    wanted = expected(ODD_RECIPES, ODD)
+    assert {name for name in wanted if on_host[name] != wanted[name]} == set()
+    assert {name for name in wanted if on_device[name] != wanted[name]} == set()
+
+
+GUARD = 0x5A
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32"])
+@pytest.mark.parametrize(("first", "target_first"), [(0, 0), (1, 3), (5, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 129), (2, 3, 40, 7)], ids=str)
+def test_a_copy_writes_its_elements_and_nothing_else(
+    dtype: Dtype, first: int, target_first: int, shape: tuple[int, ...], layer: NativeLayer, tmp_path: Path
+) -> None:
+    """From and to addresses that are multiples of an element's size alone, with gaps between rows."""
+    each = BY_NAME[dtype].itemsize
+    source = View(first, shape, tuple(reversed(dense(shape[::-1]))))  # the first axis is the innermost
+    target = View(target_first, shape, dense((*shape[:-1], shape[-1] + 2)))
+
+    given, found = copied(Copy(dtype, 16, source, 0, target, ()), layer, tmp_path)
+
+    wanted = np.full(len(found), GUARD, np.uint8)
+    elements = given[16:].view(f"V{each}")
+    elements_of(wanted.view(f"V{each}"), target)[...] = elements_of(elements, source)
+    assert found == wanted.tobytes()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize(("part", "shape"), [("values", (17, 8, 33)), ("values", (1, 8, 1)), ("zeros", (17, 33))])
+def test_repacking_writes_its_words_and_nothing_else(
+    part: Literal["values", "zeros"], shape: tuple[int, ...], first: int, layer: NativeLayer, tmp_path: Path
+) -> None:
+    inputs, outputs = math.prod(shape[:-1]), shape[-1]
+    pitch = (inputs if part == "zeros" else inputs // 8) + 1
+    source = View(first, shape, (8 * outputs, outputs, 1) if part == "values" else (outputs, 1))
+    target = View(first + 2, shape, (1, pitch, 8 * pitch) if part == "values" else (1, pitch))
+
+    given, found = copied(Copy("int32", 16, source, 0, target, (), part), layer, tmp_path)
+
+    words = given[16:].view(np.int32)[first : first + inputs * outputs].reshape(inputs, outputs)
+    made = quantised.repacked(torch.from_numpy(words.copy()), part).numpy()
+    wanted = np.full(len(found) // 4, GUARD * 0x01010101, np.int32)
+    elements_of(wanted, View(first + 2, made.shape, (pitch, 1)))[...] = made
+    assert found == wanted.tobytes()
+
+
+def dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor without gaps."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def elements_of(memory: Any, view: View) -> Any:
+    """A writable view of numpy's."""
+    strides = [step * memory.itemsize for step in view.strides]
+    return np.lib.stride_tricks.as_strided(memory[view.offset :], view.shape, strides)
+
+
+def copied(copy: Copy, layer: NativeLayer, folder: Path) -> tuple[Any, bytes]:
+    """What was staged, and the memory of the target after the copy, as many bytes as it reaches and some more."""
+    device = begin("cuda").result().device
+    save_file({"plain": TENSORS["plain"]}, folder / "model.safetensors")
+    graph = params_graph({"plain": read("plain", TENSORS)}, TENSORS)
+    what = param_plan.planned(graph, Checkpoint(), CheckpointFiles.open(folder))
+    plan = Plan((Target("x", copy.dtype, copy.destination.shape),), (Job("", (), (copy,), 0, 0),), ())
+    copies = Copies(what._replace(plan=plan, on_device=frozenset((0,))), layer, device)
+    assert copies.targets == {0}
+    staged, guards = (
+        device.alloc(copy.offset + bytes_reached(view, copy.dtype) + 48, pinned=True)
+        for view in (copy.source, copy.destination)
+    )
+    given = np.frombuffer(host_bytes(staged), np.uint8)
+    given[:] = np.random.default_rng(1).integers(0, 256, len(given))
+    host_bytes(guards)[:] = bytes([GUARD]) * len(host_bytes(guards))
+    target = device.alloc(len(host_bytes(guards)))
+    with device.use():
+        device.copy(target, guards)
+        copies.put(copy, staged.pointer, target.pointer, device.current)
+    return given.copy(), bytes_of(device, target, target.shape[0])
+
+
+def bytes_reached(view: View, dtype: Dtype) -> int:
+    """Of a view, with what lies in front of it; a multiple of 16."""
+    last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True))
+    return -(-BY_NAME[dtype].itemsize * (last + 1) // 16) * 16
