@@ -62,8 +62,7 @@ FORMATS = {
     "fp8 rows": Format("fp8", "rows"), "fp8 rows, fp8_token": Format("fp8", "rows", "fp8_token"),
     "int8 rows": Format("int8", "rows"), "int8 rows, int8_token": Format("int8", "rows", "int8_token"),
     "packed4": Format("packed4"), "packed4 points": Format("packed4", "points"), "packed8": Format("packed8"),
-    "mxfp4": Format("mxfp4"), "nvfp4": Format("nvfp4"), "awq": Format("awq", dtype=torch.float16),
-    "gptq": Format("gptq", dtype=torch.float16),
+    "mxfp4": Format("mxfp4"), "nvfp4": Format("nvfp4"), "gptq": Format("gptq", dtype=torch.float16),
 }  # fmt: skip
 
 
@@ -102,11 +101,10 @@ def weight(one: Format, outputs: int, inputs: int, device: str) -> Arguments:
         values = words(outputs, inputs // 8, device=device).view(torch.uint8)
         return {"weight": values, "scales": torch.ones(outputs, inputs // 16, device=device).to(torch.float8_e4m3fn),
                 "global_scale": scale(1, 1), "format": "nvfp4"}  # fmt: skip
-    packed = (inputs, outputs // 8) if one.format == "awq" else (inputs // 8, outputs)
     return {
-        "weight": words(*packed, device=device), "zeros": words(inputs // GROUP, outputs // 8, device=device),
-        "scales": scales(inputs // GROUP, outputs, dtype=torch.float16, device=device), "format": one.format,
-        "zero_offset": int(one.format == "gptq"),
+        "weight": words(inputs // 8, outputs, device=device), "format": "gptq", "zero_offset": 1,
+        "zeros": words(inputs // GROUP, outputs // 8, device=device),
+        "scales": scales(inputs // GROUP, outputs, dtype=torch.float16, device=device),
     }  # fmt: skip
 
 
@@ -148,8 +146,7 @@ def tiles_for(one: Format, layer: str, rows: int) -> list[Tile]:
     outputs, inputs = LAYERS[layer]
     use = use_of({"input": input_of(rows, inputs, one, "meta"), **weight(one, outputs, inputs, "meta")}, (9, 0))
     chosen = launches.tile_of(use, next((most for most in launches.ROWS if rows <= most), None))
-    widths = (64, 128, 256) if one.format == "awq" else (16, 32, 64, 128)
-    tried = [chosen._replace(n=n, parts=parts) for n in widths for parts in (1, 2, 4)]
+    tried = [chosen._replace(n=n, parts=parts) for n in (16, 32, 64, 128) for parts in (1, 2, 4)]
     tried += [chosen._replace(num_stages=stages) for stages in (2, 3, 4, 6, 8, 10)]
     tried += [chosen._replace(num_warps=warps) for warps in (2, 8)]
     return [tile for tile in dict.fromkeys(tried) if tile != chosen]

@@ -131,7 +131,7 @@ def streamed_launches(use: Use, tokens: int) -> dict[str, tuple[Launch, ...]]:
         few = few._replace(
             tokens=tokens, pairs=max(few.pairs, streamed.MORE.pairs) if tokens > few.tokens else few.pairs
         )
-        if use.target.capability == (9, 0) and streamed.fits(use, few):
+        if use.target.capability == (9, 0) and streamed.is_taken(use, few):
             found[name] = streamed.run(use, few)
     return found
 

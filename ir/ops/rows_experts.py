@@ -20,6 +20,7 @@ from precast.ir.ops.checks import (
     expect_shape,
 )
 from precast.ir.ops.op import Args, Integers, ShapeError, last_of, row
+from precast.ir.ops.rows_tokens import QUANTISED_FORMATS
 from precast.ir.weights import quantised
 
 EXPERT_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -29,8 +30,8 @@ GROUP_SCORES = ("top2", "max")
 SCALES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 EXPERT_ROUNDINGS = ("none", "fp8_token", "fp8_group", "int8_token")
 """How rows that experts multiply are rounded: as `precast.quantised_linear` has it, by scales made of a row."""
-TRANSPOSED = ("awq", "gptq")
-"""Formats that hold a matrix with its inputs as rows."""
+EXPERT_FORMATS = tuple(format for format in QUANTISED_FORMATS if format != "gptq")
+"""How weights may be stored: as of `precast.quantised_linear`, but without lists of groups, with which `gptq` comes."""
 
 
 def route(args: Args) -> tuple[TensorType, ...]:
@@ -88,6 +89,7 @@ def experts(args: Args) -> tuple[TensorType, ...]:
 def quantised_experts(args: Args) -> tuple[TensorType, ...]:
     x = args["x"]
     _expect_chosen(args)
+    expect_one_of("format", args["format"], EXPERT_FORMATS)
     experts, opened, inputs = _dequantised("up", args)
     expect_shape("up's last dimension, dequantised", (inputs,), x.shape[1:])
     expect_shape("down, dequantised", _dequantised("down", args), (experts, x.shape[1], _inner(opened, args)))
@@ -114,7 +116,7 @@ def _dequantised(name: str, args: Args) -> tuple[Expr, Expr, Expr]:
     for part, dtypes in (("zeros", ("int8",) if format == "int8" else ("int32",)), ("global_scale", SCALES)):
         if part in parts:
             expect_dtype(f"{name}_{part}", parts[part], *dtypes)
-    outputs, inputs = reversed(shape) if format in TRANSPOSED else shape
+    outputs, inputs = shape
     return (*experts, outputs, inputs)
 
 

@@ -25,6 +25,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 SCALES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 MAX_ITERATIONS = 1000
 """Of `precast.sinkhorn`. Published models have 20."""
+QUANTISED_FORMATS = ("fp8", "mxfp4", "gptq", "nvfp4", "nvfp4_divided", "packed4", "packed8", "int8")
+"""How ops may hold weights in few bits. Words of `awq` become those of `packed4` while they are read."""
 QUANTISED_INPUTS = ("none", "fp8_token", "fp8_group", "fp8_tensor", "int8_token")
 
 
@@ -46,7 +48,7 @@ def quantised_linear(args: Args) -> tuple[TensorType, ...]:
     expect_one_of("activation", activation, QUANTISED_INPUTS)
     weight = quantised_values("weight", args)
     expect_rank("weight, dequantised", weight, 2)
-    outputs, inputs = reversed(weight.shape) if args["format"] in ("awq", "gptq") else weight.shape
+    outputs, inputs = reversed(weight.shape) if args["format"] == "gptq" else weight.shape
     expect_shape("input's last dimension", x.shape[-1:], (inputs,))
     expect_given(args, "bias", (outputs,), x.dtype)
     is_static = activation == "fp8_tensor"
@@ -58,6 +60,7 @@ def quantised_linear(args: Args) -> tuple[TensorType, ...]:
 def quantised_values(name: str, args: Args) -> TensorType:
     """The values that the argument `name` holds in few bits, with the parts that stand beside it."""
     format, weight, scales = args["format"], args[name], args["scales"]
+    expect_one_of("format", format, QUANTISED_FORMATS)
     others = {part: args[part] for part in ("zeros", "groups", "global_scale") if args.get(part) is not None}
     sizes = {"of": weight.shape, "scales": scales.shape, **{part: each.shape for part, each in others.items()}}
     try:

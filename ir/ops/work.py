@@ -119,10 +119,8 @@ def experts(node: Node, shapes: Shapes) -> float:
 
 def quantised_experts(node: Node, shapes: Shapes) -> float:
     """2 T k (up and gate, and down), of weights that are stored in some format; taking them out of it isn't counted."""
-    chosen, x, scales = (_of(node, name, shapes) for name in ("expert_ids", "x", "up_scales"))
-    values, format = _of(node, "up", shapes), node.args["format"]
-    kind = format.value if isinstance(format, Const) else ""
-    opened = scales[-1] if kind in ("awq", "gptq") else values[1]
+    chosen, x, up = (_of(node, name, shapes) for name in ("expert_ids", "x", "up"))
+    opened = up[1]
     inner = opened // 2 if node.args["gated"] == Const(True) else opened
     return 2.0 * math.prod(chosen) * x[1] * (opened + inner)
 

@@ -82,11 +82,11 @@ def shape_in_op(
     """The sizes of the values that an op reads from parts, named as in `PARTS`, for what stands in a `Dequantise`.
 
     Sizes are expressions over the world's symbols here. One part may be another way than in a recipe: the
-    `global_scale` may have one value for each row, [.., R, 1]. No op has `biases`.
+    `global_scale` may have one value for each row, [.., R, 1]. No op has `biases`, and which formats it takes is the
+    op's to say.
 
     Raises RecipeError where parts don't fit each other.
     """
-    expect(format in _NEEDED, f"format: expected one of {', '.join(_NEEDED)}, found {format!r}")
     _expect_parts(format, sizes, block, zero_offset)
     return _shape(format, {name: tuple(size) for name, size in sizes.items()}, block)
 

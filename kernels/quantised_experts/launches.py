@@ -32,7 +32,6 @@ _VALUES = {
     "packed8": ("uint8", "float"), "fp8": ("float8", "float"), "int8": ("int8", "float"),
 }  # fmt: skip
 """How kernels call a format's values, and its scales."""
-FORMATS = tuple(_VALUES)
 _MXFP4_BLOCK = 32
 _MOST_TAKEN = 112
 """What may be taken from integers of four bits, at most, besides zeros of four bits: bfloat16 holds 128 and it all."""
@@ -62,9 +61,9 @@ def sizes_of(use: Use) -> Sizes | None:
 
 
 def is_taken(use: Use) -> bool:
-    """Whether kernels know the format, and blocks of columns lie in groups that share a scale."""
+    """Whether kernels know the sizes, and blocks of columns lie in groups that share a scale."""
     sizes = sizes_of(use)
-    if use.constant("format") not in _VALUES or sizes is None:
+    if sizes is None:
         return False
     parts = [name for name in use.operands if name.startswith(("up", "down"))]
     whole = all(use.operands[name].is_contiguous for name in parts)

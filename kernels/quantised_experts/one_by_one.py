@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from precast.ir.ops.rows_experts import TRANSPOSED
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import widened
 from precast.kernels.experts.experts import Between
@@ -38,6 +37,6 @@ def quantised_experts(
 
         return product
 
-    opened = stored.up_scales.shape[2] if stored.format in TRANSPOSED else stored.up.shape[1]
-    up, down = products("up", opened, stored.up_bias), products("down", x.shape[1], stored.down_bias)
+    up = products("up", stored.up.shape[1], stored.up_bias)
+    down = products("down", x.shape[1], stored.down_bias)
     return weighted_sum(x, expert_ids, expert_weights, num_experts, up, down, between)

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from precast.ir.ops.rows_experts import TRANSPOSED
 from precast.kernels.calls import implements
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.dtypes import FLOAT, widened
@@ -28,9 +27,8 @@ class Stored(NamedTuple):
     """Both weights of all experts as they are stored, and their biases [E, 2F], [E, I].
 
     `up` is of [E, 2F, I], gate before values (ungated: [E, F, I]), `down` of [E, I, F]; what holds them by `format`,
-    with all parts' leading axis that of experts, says `docs/format/v1.md`. `awq` and `gptq` hold them transposed, [I,
-    2F] and [F, I], and their groups are inputs in order. A global scale is one of an expert, [E, 1, 1], or one of each
-    row, [E, 2F, 1].
+    with all parts' leading axis that of experts, says `docs/format/v1.md`. Groups are inputs in order. A global scale
+    is one of an expert, [E, 1, 1], or one of each row, [E, 2F, 1].
     """
 
     up: torch.Tensor
@@ -60,8 +58,7 @@ class Stored(NamedTuple):
         stored = Quantised(
             values[expert], scales[expert], part("_zeros"), None, whole, self.format, block, self.zero_offset
         )
-        made = dequantise(stored)
-        return (made.t() if self.format in TRANSPOSED else made).to(dtype).contiguous()
+        return dequantise(stored).to(dtype)
 
 
 @implements("quantised_experts")

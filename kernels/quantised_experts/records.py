@@ -1,8 +1,7 @@
 """What computes experts in few bits: Triton on GPUs; else each expert is dequantised when its tokens are multiplied.
 
 On Hopper steps of few tokens read weights by a stream of their own.
-How Triton's kernels cut their work depends on how many tokens a step has. They don't multiply by matrices that lie
-transposed, as those of awq and gptq do: these are dequantised on the GPU in each step, of the experts that have tokens.
+How Triton's kernels cut their work depends on how many tokens a step has.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.experts.records import STEPS
-from precast.kernels.quantised_experts import launches, streamed, whole
+from precast.kernels.quantised_experts import launches, streamed
 from precast.kernels.quantised_experts.rounding import rounding_of
 from precast.kernels.quantised_experts.sizes import sizes_of
 from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
@@ -44,16 +43,11 @@ _TRITON: dict[str, Any] = {
 }  # fmt: skip
 _IS_STORED = (
     Condition(
-        f"one of {', '.join(launches.FORMATS)}, groups of 16 or a multiple of 32, sizes that are known at load, at most"
+        "groups of 16 or a multiple of 32, sizes that are known at load, at most"
         f" {LONGEST_ROUNDED} numbers in rows that are rounded",
         launches.is_taken,
     ),
     Condition("compute capability 8.9 or higher for float8", launches.has_float8),
-)
-_IS_WHOLE = (
-    Condition(
-        "awq or gptq, whose matrices take at most 4 GiB in the activations' type, of rows as they are", whole.is_taken
-    ),
 )
 _FEW = 2
 """Up to so many tokens hardly two share an expert, so that three launches are better than four."""
@@ -76,14 +70,6 @@ def _grouped(least: int, most: int | None) -> Record:
     )  # fmt: skip
 
 
-def _whole(least: int, most: int | None) -> Record:
-    """Tokens in the order of experts, whose weights are dequantised in each step."""
-    return Record(
-        name="triton.whole_experts" + ("" if most is None else f"_to_{most}"), **_TRITON,
-        takes=_IS_WHOLE, sizes={"T": (least, most)}, workspace=whole.grouped_workspace(most), runs=whole.grouped(most),
-    )  # fmt: skip
-
-
 _RUNS = "precast.kernels.quantised_experts.one_by_one:quantised_experts"
 
 RECORDS = (
@@ -91,7 +77,6 @@ RECORDS = (
     _few(_FEW),
     *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
     _grouped(STEPS[-1] + 1, None),
-    *(_whole(least, most) for least, most in zip((0, *(each + 1 for each in STEPS)), (*STEPS, None), strict=True)),
     Record(
         name="torch.quantised_experts_of_read_groups", op="precast.quantised_experts", devices=("cuda",),
         control="host", workspace=_one_by_one, runs=_RUNS,

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import floordiv, mul
-from precast.ir.ops.rows_experts import TRANSPOSED
 from precast.kernels.use import Use
 
 
@@ -23,8 +22,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(use: Use) -> Sizes:
     """The sizes of `precast.quantised_experts`."""
-    transposed = use.constant("format") in TRANSPOSED
-    opened = use.shape("up_scales")[2] if transposed else use.shape("up")[1]
+    opened = use.shape("up")[1]
     inner = floordiv(opened, 2) if use.constant("gated") else opened
     tokens, width = use.shape("x")
     return Sizes(use.shape("up")[0], opened, inner, width, mul(tokens, use.shape("expert_ids")[1]))

@@ -22,7 +22,7 @@ from precast.kernels.use import Use
 
 _KERNELS = "precast.kernels.quantised_linear.triton"
 _VALUES = {"packed8": 4, "packed4": 8, "gptq": 8, "mxfp4": 8, "nvfp4": 8, "nvfp4_divided": 8}
-"""Inputs of a word, by format; those of awq are outputs, and those of other formats up to the sizes."""
+"""Inputs of a word, by format; those of other formats are up to the sizes."""
 _SAME = {"gptq": "packed4", "nvfp4": "fp4", "nvfp4_divided": "fp4"}
 """Formats whose values are stored as those of another."""
 _MXFP4_BLOCK = 32
@@ -77,10 +77,7 @@ def sizes_of(use: Use) -> Sizes | None:
     scales = use.number("scales", 0), use.number("scales", 1)
     if first is None or second is None or not inputs or None in scales:
         return None
-    if format in ("awq", "gptq"):
-        outputs, num_groups = second * (8 if format == "awq" else 1), scales[0]
-    else:
-        outputs, num_groups = first, scales[1]
+    outputs, num_groups = (second, scales[0]) if format == "gptq" else (first, scales[1])
     if not outputs or not num_groups:
         return None
     if format in ("fp8", "int8"):
@@ -154,8 +151,6 @@ def _scales_at(use: Use, inputs: int) -> str:
 
 def tile_of(use: Use, most: int | None) -> Tile:
     """The tile for so many rows; None: for any number."""
-    if use.constant("format") == "awq":
-        return _tile_of_awq(use, most)
     sizes, each = _sizes(use), values_of_a_word(use)
     # Values of words of several are made into operands of few rows without a detour over shared memory.
     if most == ROWS[0]:
@@ -176,19 +171,6 @@ def tile_of(use: Use, most: int | None) -> Tile:
     many = _LARGE_BYTES if use.target.capability[0] == 9 else _SHARED_BYTES
     held = _SMALL_BYTES if m == 16 else many // 2 if m == 32 else many
     return Tile(m, n, inputs // each, parts, 8 if m > 64 else 4, max(2, min(held // stage, 8)))
-
-
-def _tile_of_awq(use: Use, most: int | None) -> Tile:
-    """Words lie side by side along outputs, 32 of them in 128 bytes; for more rows registers hold the sums of half."""
-    sizes = _sizes(use)
-    inputs = INPUT_GROUP if sizes.num_groups == 1 else shared_inputs(sizes.group)
-    m, n, num_warps = (16, 256, 4) if most == ROWS[0] else (32, 128, 8)
-    return Tile(m, n, inputs, _parts(sizes, n, most), num_warps, 3)
-
-
-def shared_inputs(group: int) -> int:
-    """The most inputs of a group, a power of two, that are summed at a time."""
-    return min(group & -group, INPUT_GROUP)
 
 
 def _parts(sizes: Sizes, n: int, most: int | None) -> int:
@@ -244,8 +226,7 @@ def launches(most: int | None) -> Launches:
 
     def made(use: Use) -> tuple[Launch, ...]:
         first = (rounding(use, own_scales(use)),) if _is_rounded(use) else ()
-        product = _awq(use, most) if use.constant("format") == "awq" else _product(use, most)
-        return (*first, product, *((_sum(use, most),) if tile_of(use, most).parts > 1 else ()))
+        return (*first, _product(use, most), *((_sum(use, most),) if tile_of(use, most).parts > 1 else ()))
 
     return made
 
@@ -334,26 +315,6 @@ def own_scales(use: Use) -> Pointer | None:
     return Pointer("workspace", "float32", _values_bytes(use)) if of_rows else None
 
 
-class _Common(NamedTuple):
-    """What both kinds of products are launched with."""
-
-    grid: tuple[Expr, ...]
-    parts: Pointer | None
-    bias: Pointer | None
-    constants: dict[str, int | float | bool | str]
-
-
-def _common(use: Use, most: int | None) -> _Common:
-    tile, sizes, rows = tile_of(use, most), _sizes(use), numel(use.shape("input")[:-1])
-    grid = (ceildiv(rows, tile.m), -(-sizes.outputs // tile.n), tile.parts)
-    parts = Pointer("workspace", "float32", _space(use, most).parts) if tile.parts > 1 else None
-    constants: dict[str, int | float | bool | str] = {
-        "INPUT_SCALES": input_scales_of(use)[0], "SPLIT": tile.parts, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
-        "BLOCK_K": tile.k, "PDL": use.target.capability >= (9, 0),
-    }  # fmt: skip
-    return _Common(grid, parts, Pointer("bias") if use.has("bias") and parts is None else None, constants)
-
-
 def _offset(use: Use) -> int:
     offset = use.constant("zero_offset")
     return int(offset) if isinstance(offset, int) else 0
@@ -371,7 +332,7 @@ class _Parts(NamedTuple):
 def _parts_of(use: Use, each: int) -> _Parts:
     """The weight as words of so many values."""
     format, sizes = str(use.constant("format")), _sizes(use)
-    k, n = (0, 1) if format in ("awq", "gptq") else (1, 0)
+    k, n = (0, 1) if format == "gptq" else (1, 0)
     is_bytes = each > 1 and use.width("weight") == 1
     words = (sizes.inputs // each, 1) if is_bytes else (Stride("weight", n), Stride("weight", k))
     zeros = (Stride("zeros", n), Stride("zeros", k)) if use.has("zeros") else (0, 0)
@@ -390,36 +351,24 @@ def _parts_of(use: Use, each: int) -> _Parts:
 
 def _product(use: Use, most: int | None) -> Launch:
     tile, sizes, each = tile_of(use, most), _sizes(use), values_of_a_word(use)
-    of = _parts_of(use, each)
-    grid, parts, bias, constants = _common(use, most)
+    of, rows, has_pdl = _parts_of(use, each), numel(use.shape("input")[:-1]), use.target.capability >= (9, 0)
+    kind, input_scales = input_scales_of(use)
+    parts = Pointer("workspace", "float32", _space(use, most).parts) if tile.parts > 1 else None
+    bias = Pointer("bias") if use.has("bias") and parts is None else None
     return Launch(
         f"{_KERNELS}:product_kernel",
-        grid=grid,
+        grid=(ceildiv(rows, tile.m), -(-sizes.outputs // tile.n), tile.parts),
         args=(
-            Pointer("out.0"), parts, input_of(use), *of.pointers, input_scales_of(use)[1], bias,
-            numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs // each, sizes.num_groups, *of.strides,
+            Pointer("out.0"), parts, input_of(use), *of.pointers, input_scales, bias, rows, sizes.outputs,
+            sizes.inputs // each, sizes.num_groups, *of.strides,
         ),
-        constants={**of.constants, "SCALES": _scales_at(use, tile.k * each), **constants},
+        constants={
+            **of.constants, "SCALES": _scales_at(use, tile.k * each), "INPUT_SCALES": kind, "SPLIT": tile.parts,
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "PDL": has_pdl,
+        },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        pdl=use.target.capability >= (9, 0),
-    )  # fmt: skip
-
-
-def _awq(use: Use, most: int | None) -> Launch:
-    tile, sizes = tile_of(use, most), _sizes(use)
-    grid, parts, bias, constants = _common(use, most)
-    return Launch(
-        f"{_KERNELS}:awq_kernel",
-        grid=grid,
-        args=(
-            Pointer("out.0"), parts, input_of(use), Pointer("weight"), Pointer("scales"), Pointer("zeros"),
-            input_scales_of(use)[1], bias, numel(use.shape("input")[:-1]), sizes.outputs, sizes.inputs,
-        ),
-        constants={"GROUP": sizes.group, "OFFSET": _offset(use), **constants},
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        pdl=use.target.capability >= (9, 0),
+        pdl=has_pdl,
     )  # fmt: skip
 
 
@@ -431,7 +380,7 @@ def dequantised(use: Use) -> tuple[Launch, ...]:
     dtype = use.operands["input"].type.dtype
     values = Pointer("workspace", dtype, linear.workspace_bytes(sizes.outputs))
     has_pdl = use.target.capability >= (9, 0)
-    if by_words := each > 1 and format != "awq" and not use.has("groups"):
+    if by_words := each > 1 and not use.has("groups"):
         n, k = _WORDS_AT_ONCE
         pointers, inputs = (*of.pointers[:3], of.pointers[4]), sizes.inputs // each
     else:

@@ -1,7 +1,7 @@
 """quantised_linear@1: y[..., o] = sum_i q(x)[..., i] * w[o, i] + b[o], w the values of a weight in few bits.
 
-What w is, `docs/format/v1.md` says at `dequantise`: the same parts and the same formulas. awq and gptq give [I, O],
-which is read transposed. The input may be rounded to few bits first, as those do who publish such checkpoints:
+What w is, `docs/format/v1.md` says at `dequantise`: the same parts and the same formulas. gptq gives [I, O], which is
+read transposed. The input may be rounded to few bits first, as those do who publish such checkpoints:
 
 - `none`: q(x) = x, and w is rounded to x's dtype before the product, as a weight that is dequantised while it loads;
 - `fp8_token`: float8_e4m3fn times a scale for each row, amax / 448 (compressed-tensors' dynamic scales of tokens);
@@ -41,7 +41,7 @@ def quantised_linear(
     dtype. `input_scale` [1]: of `fp8_tensor`. Raises ValueError for an `activation` that isn't known.
     """
     weight = dequantise(parts)
-    if parts.format in ("awq", "gptq"):
+    if parts.format == "gptq":
         weight = weight.t()
     if activation == "none":
         return functional.linear(input, weight.to(input.dtype), bias)

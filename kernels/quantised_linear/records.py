@@ -51,8 +51,6 @@ def _dequantised_rounded(use: Use) -> Expr:
 _FLOAT8 = (8, 9)
 """The compute capability from which on there are instructions for it."""
 _HOPPER = (9, 0)
-_LEAST_INPUTS = 16
-"""What tensor cores sum at a time."""
 _TILE_ROWS = 64
 """Rows of which Triton multiplies float8 faster than cuBLASLt: those of one tile."""
 _MOST_OFFSET = 128
@@ -68,14 +66,13 @@ def _has_float8(use: Use) -> bool:
 
 def _has_whole_words(use: Use) -> bool:
     sizes, each = launches.sizes_of(use), launches.values_of_a_word(use)
-    offset, format = use.constant("zero_offset"), use.constant("format")
+    offset = use.constant("zero_offset")
     return (
         sizes is not None
         and sizes.inputs % each == 0
         and (sizes.group % each == 0 or use.has("groups"))
         and abs(int(offset or 0)) <= _MOST_OFFSET
-        and (format != "awq" or sizes.num_groups == 1 or launches.shared_inputs(sizes.group) >= _LEAST_INPUTS)
-        and not (use.constant("activation") == "fp8_group" and (use.has("groups") or format == "awq"))
+        and not (use.constant("activation") == "fp8_group" and use.has("groups"))
     )
 
 
@@ -128,7 +125,7 @@ def _whole(formats: tuple[str, ...], least: int) -> Record:
 
 _WHOLE = (
     _whole(("mxfp4", "nvfp4", "nvfp4_divided"), launches.ROWS[0] + 1),
-    _whole(("gptq", "awq"), launches.ROWS[1] + 1),
+    _whole(("gptq",), launches.ROWS[1] + 1),
     _whole(("packed4", "fp8", "int8", "packed8"), launches.ROWS[2] + 1),
 )
 

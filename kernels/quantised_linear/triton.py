@@ -1,7 +1,7 @@
 """Linear layers with weights in few bits, in Triton: each value is made in registers where it is multiplied.
 
 1. `round_kernel` rounds the input to few bits, for a layer that wants that, and lays it side by side;
-2. `product_kernel`, or `awq_kernel` for words of neighbouring outputs, multiplies tiles;
+2. `product_kernel` multiplies tiles;
 3. `sum_kernel` adds up the parts of a sum that several programs had, in their order.
 
 A weight is read as the words that it is stored in: an int32 of four or eight values, or a value of eight bits. Value
@@ -457,83 +457,6 @@ def product_kernel(  # type: ignore[no-untyped-def]
         y_ptr, parts_ptr, total, row, n, num_rows, outputs, global_ptr, row_scales_ptr, bias_ptr, GLOBAL, INPUT_SCALES,
         SPLIT,
     )  # fmt: skip
-
-
-@triton.jit
-def _eighth(total, x, words, points, inputs, scale_ptrs, is_word, j: tl.constexpr, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`total` and the product of x with output `j` of each word, of inputs of one group. AutoAWQ has the even outputs
-    of a word in its lower half. `inputs`: the sum of x, which is multiplied with what stands for 0."""
-    dtype: tl.constexpr = x.dtype
-    START: tl.constexpr = j // 2 + j % 2 * 4
-    value = value_of(words, START, "packed4", 0, dtype)
-    zeros = ((points >> (4 * START)) & 15) + OFFSET
-    scale = tl.load(scale_ptrs + j, mask=is_word, other=0.0).to(tl.float32)
-    part = tl.dot(x, value) - inputs[:, None] * zeros.to(tl.float32)[None, :]
-    return total + part * scale[None, :]
-
-
-@triton.jit
-def awq_kernel(  # type: ignore[no-untyped-def]
-    y_ptr,
-    parts_ptr,
-    x_ptr,
-    words_ptr,
-    scales_ptr,
-    zeros_ptr,
-    row_scales_ptr,
-    bias_ptr,
-    num_rows,
-    outputs,
-    inputs,
-    GROUP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    INPUT_SCALES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """As `product_kernel`, for words of eight outputs: `words_ptr` [inputs, outputs / 8], scales [groups, outputs],
-    zeros [groups, outputs / 8]. BLOCK_K inputs are of one group.
-    """
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.program_id(1) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
-    width = outputs // 8
-    is_row, is_word = row < num_rows, c < width
-    steps = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLIT)
-    first = tl.program_id(2) * steps * BLOCK_K
-    end = tl.minimum(first + steps * BLOCK_K, inputs)
-    t0 = tl.zeros((BLOCK_M, BLOCK_N // 8), tl.float32)
-    t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
-    wait_for_previous(PDL)
-
-    for start in range(first, end, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        is_input = k < inputs
-        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * inputs + k[None, :]
-        x = tl.load(x_ptrs, mask=is_row[:, None] & is_input[None, :], other=0.0)
-        word_ptrs = words_ptr + k.to(tl.int64)[:, None] * width + c[None, :]
-        words = tl.load(word_ptrs, mask=is_input[:, None] & is_word[None, :], other=0)
-        g = start // GROUP
-        points = tl.load(zeros_ptr + g * width + c, mask=is_word, other=0)
-        scale_ptrs = scales_ptr + g * outputs + 8 * c
-        total = tl.sum(x.to(tl.float32), 1)
-        t0 = _eighth(t0, x, words, points, total, scale_ptrs, is_word, 0, OFFSET)
-        t1 = _eighth(t1, x, words, points, total, scale_ptrs, is_word, 1, OFFSET)
-        t2 = _eighth(t2, x, words, points, total, scale_ptrs, is_word, 2, OFFSET)
-        t3 = _eighth(t3, x, words, points, total, scale_ptrs, is_word, 3, OFFSET)
-        t4 = _eighth(t4, x, words, points, total, scale_ptrs, is_word, 4, OFFSET)
-        t5 = _eighth(t5, x, words, points, total, scale_ptrs, is_word, 5, OFFSET)
-        t6 = _eighth(t6, x, words, points, total, scale_ptrs, is_word, 6, OFFSET)
-        t7 = _eighth(t7, x, words, points, total, scale_ptrs, is_word, 7, OFFSET)
-
-    totals = (t0, t1, t2, t3, t4, t5, t6, t7)
-    for j in tl.static_range(8):
-        _finish(
-            y_ptr, parts_ptr, totals[j], row, 8 * c + j, num_rows, outputs, None, row_scales_ptr, bias_ptr, "none",
-            INPUT_SCALES, SPLIT,
-        )  # fmt: skip
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Weights in few bits made whole in Triton, for products with many rows: values in the input's dtype.
 
 `words_kernel` makes all values of a word where it is read, and stores them side by side. `values_kernel` makes them one
-by one, where the inputs of a word have groups of their own, where its values are outputs, or where it has but one.
+by one, where the inputs of a word have groups of their own, or where it has but one.
 """
 
 # To pyright a kernel that is called by another returns nothing.
@@ -127,43 +127,27 @@ def values_kernel(  # type: ignore[no-untyped-def]
 ):
     """BLOCK_N outputs and BLOCK_K inputs of the weight's values, [outputs, inputs], rounded to their dtype.
 
-    As in `product_kernel`; FORMAT may be `awq` too, and `packed4` is of eight outputs in `zeros_ptr`, too.
+    The arguments are those of `product_kernel`; FORMAT is not of FP4, whose words have a group each.
     """
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     has = (n < outputs) & (k < inputs)
     wait_for_previous(PDL)
-    BITS: tl.constexpr = 32 // VALUES
-    shift_n = n % VALUES * BITS
-    if FORMAT == "awq":
-        shift_n = n % 8 // 2 * 4 + n % 2 * 16
-        words = tl.load(words_ptr + k.to(tl.int64) * word_stride_k + n // 8, mask=has, other=0)
-        value = ((words >> shift_n) & 15).to(tl.float32)
-    elif VALUES == 1:
+    if VALUES == 1:
         nothing: tl.constexpr = 0.0 if FORMAT == "fp8" else 0  # pyright: ignore[reportAssignmentType]
         value = tl.load(words_ptr + n.to(tl.int64) * word_stride_n + k, mask=has, other=nothing).to(tl.float32)
     else:
+        BITS: tl.constexpr = 32 // VALUES
         place = n.to(tl.int64) * word_stride_n + (k // VALUES).to(tl.int64) * word_stride_k
         bits = (tl.load(words_ptr + place, mask=has, other=0) >> (k % VALUES * BITS)) & ((1 << BITS) - 1)
-        if FORMAT == "fp4" or FORMAT == "mxfp4":
-            exponent = (bits >> 1) & 3
-            mantissa = (bits & 1) + tl.where(exponent > 0, 2, 0)
-            power = ((tl.maximum(exponent, 1) + 125) << 23).to(tl.float32, bitcast=True)
-            value = mantissa.to(tl.float32) * power * tl.where(bits > 7, -1.0, 1.0)
-        else:
-            value = bits.to(tl.float32)
+        value = bits.to(tl.float32)
     if groups_ptr is not None:
         g = tl.load(groups_ptr + k, mask=k < inputs, other=-1)
         has = has & (g >= 0) & (g < num_groups)
     else:
         g = k // GROUP if num_groups > 1 else k * 0
     if zeros_ptr is not None:
-        EACH: tl.constexpr = 8 if FORMAT == "awq" else 1 if FORMAT == "int8" else VALUES
-        of = n // (ROWS if FORMAT == "int8" else EACH) * zero_stride_n + g * zero_stride_g
-        points = tl.load(zeros_ptr + of, mask=has, other=0)
-        if FORMAT != "int8":
-            points = (points >> shift_n) & ((1 << (32 // EACH)) - 1)
-        value -= points.to(tl.float32)
+        value -= points_of(zeros_ptr, n, g, has, zero_stride_n, zero_stride_g, FORMAT, VALUES, ROWS)
     value -= OFFSET
     scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n + g * scale_stride_g
     scale = scale_of(tl.load(scale_ptrs, mask=has, other=0.0), FORMAT)

@@ -12,25 +12,22 @@ import msgspec
 import pytest
 import torch
 from op_samples.draw import Draw, Sample
-from op_samples.quantised import awq, fp8, gptq, int8, mxfp4, nvfp4, packed
+from op_samples.quantised import fp8, int8, mxfp4, nvfp4, packed
 from op_samples.quantised_experts import CLAMPED, Make, experts, quantised_experts, rounded_experts
 
 from precast.kernels.choices import records_of
 from precast.kernels.launch import as_function, use_of_tensors
-from precast.kernels.quantised_experts import whole
 from precast.kernels.quantised_experts.launches import few, grouped_workspace, is_taken
 from precast.kernels.quantised_experts.quantised_experts import QUANTISED_EXPERTS
 from precast.kernels.records import Record
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
-ALL = [record for record in records_of("precast.quantised_experts", 1) if record.kind == "triton"]
-RECORDS = [record for record in ALL if "whole" not in record.name]
-WHOLE = [record for record in ALL if "whole" in record.name]
+RECORDS = [record for record in records_of("precast.quantised_experts", 1) if record.kind == "triton"]
 FEW = RECORDS[0]
 if IS_INTERPRETED:
     # It is slow: of few tokens, and of the largest tiles, which are multiplied as smaller ones, too.
-    RECORDS, WHOLE = [RECORDS[0], RECORDS[-1]], [WHOLE[0], WHOLE[-1]]
+    RECORDS = [RECORDS[0], RECORDS[-1]]
 each_record = pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
 # The interpreter holds bfloat16 as integers, and multiplies them as such.
 DTYPES = [torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
@@ -79,20 +76,6 @@ def test_groups_of_several_blocks(record: Record, same: Callable[..., None]) -> 
     """Of 96 columns, of which blocks have 32."""
     make = partial(packed, size=96, zeros=True)
     agrees(record, experts(Draw(DTYPES[0], DEVICE), make, 2, 2, 3, 192, 96), same)
-
-
-@pytest.mark.parametrize("record", WHOLE, ids=lambda record: record.name)
-@pytest.mark.parametrize("make", [partial(awq, size=16), partial(gptq, size=24)], ids=["awq", "gptq"])
-@each_dtype
-def test_matrices_that_lie_transposed(
-    record: Record, make: Make, dtype: torch.dtype, same: Callable[..., None]
-) -> None:
-    """Of sizes that fill no block, some experts without tokens."""
-    sample = {**experts(Draw(dtype, DEVICE), make, 5, 2, 4, 96, 48, bias=True), **CLAMPED}
-    sample["expert_ids"] = torch.where(sample["expert_ids"] == 1, -1, sample["expert_ids"])
-
-    assert whole.is_taken(use_of_tensors("precast.quantised_experts", 1, sample))
-    agrees(record, sample, same)
 
 
 @pytest.mark.parametrize("splits", [2, 3])

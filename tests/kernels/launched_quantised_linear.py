@@ -58,9 +58,6 @@ FORMATS: dict[str, Callable[[Draw], tuple[int, Sample]]] = {
     "nvfp4": lambda draw: (80, quantised.nvfp4(draw, 37, 80)),
     "nvfp4, divided": lambda draw: (80, quantised.nvfp4(draw, 37, 80, divided=True)),
     "nvfp4 of rows, divided": lambda draw: (80, quantised.nvfp4(draw, 37, 80, divided=True, rows=True)),
-    "awq": lambda draw: (256, quantised.awq(draw, 40, 256, 128)),
-    "awq in short groups": lambda draw: (96, quantised.awq(draw, 40, 96, 32)),
-    "awq of all": lambda draw: (77, quantised.awq(draw, 40, 77)),
     "gptq": lambda draw: (256, quantised.gptq(draw, 40, 256, 128)),
     "gptq in order": lambda draw: (
         384,
@@ -96,12 +93,12 @@ def test_formats(format: str, dtype: torch.dtype, same: Callable[..., None]) -> 
 
 
 @pytest.mark.parametrize("rows", [0, 1, 17, 33, 130, 257])
-@pytest.mark.parametrize("format", ["fp8 in blocks", "fp8 in whole blocks", "packed4", "awq"])
+@pytest.mark.parametrize("format", ["fp8 in blocks", "fp8 in whole blocks", "packed4", "gptq"])
 @each_dtype
 def test_rows(rows: int, format: str, dtype: torch.dtype, same: Callable[..., None]) -> None:
     draw = Draw(dtype, DEVICE)
     inputs, weight = FORMATS[format](draw)
-    bias = draw.normal(40 if format == "awq" else len(weight["weight"]))
+    bias = draw.normal(40 if format == "gptq" else len(weight["weight"]))
     check(quantised.call(draw.normal(1, rows, inputs), weight, bias=bias), rows, same)
 
 
@@ -111,10 +108,9 @@ def test_rows(rows: int, format: str, dtype: torch.dtype, same: Callable[..., No
         (format, activation)
         for format in (
             "fp8 in blocks", "fp8 in whole blocks", "fp8 in blocks of a head", "fp8 in blocks of a head, odd",
-            "fp8 in odd blocks", "int8 of rows", "packed4", "awq",
+            "fp8 in odd blocks", "int8 of rows", "packed4", "gptq",
         )
         for activation in QUANTISED_INPUTS[1:]
-        if (format, activation) != ("awq", "fp8_group")
     ],
 )  # fmt: skip
 @each_dtype
@@ -127,7 +123,7 @@ def test_rounded_inputs(activation: str, format: str, dtype: torch.dtype, same: 
     check(quantised.call(input, weight, input_scale=scale, activation=activation), 6, same)
 
 
-@pytest.mark.parametrize("make", [quantised.packed, partial(quantised.fp8, block=(1, 2048)), quantised.awq])
+@pytest.mark.parametrize("make", [quantised.packed, partial(quantised.fp8, block=(1, 2048)), quantised.gptq])
 def test_sums_in_parts(make: Callable[..., Sample], same: Callable[..., None]) -> None:
     draw = Draw(torch.float16, DEVICE)
     sample = quantised.call(draw.normal(3, 2048), make(draw, 40, 2048), bias=draw.normal(40))
@@ -154,7 +150,7 @@ def test_values_are_the_definitions(format: str, dtype: torch.dtype) -> None:
 
     expected = dequantise(Quantised(**{name: sample.get(name, of) for name, of in Quantised._field_defaults.items()},
                                     weight=sample["weight"], scales=sample["scales"]))  # fmt: skip
-    expected = expected.t() if format.startswith(("awq", "gptq")) else expected
+    expected = expected.t() if format.startswith("gptq") else expected
     torch.testing.assert_close(values, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 

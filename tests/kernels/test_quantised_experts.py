@@ -41,7 +41,7 @@ def _matrices(sample: Sample, name: str) -> Any:
         made = dequantise(
             Quantised(of, scales, zeros, None, total, format, sample[f"{name}_block"], sample["zero_offset"])  # type: ignore[arg-type]
         )
-        yield (made.t() if format in ("awq", "gptq") else made).to(sample["x"].dtype).contiguous()
+        yield made.to(sample["x"].dtype)
 
 
 @each_pair

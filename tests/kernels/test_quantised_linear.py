@@ -54,7 +54,6 @@ WEIGHTS: dict[str, Sample] = {
     "mxfp4": quantised.mxfp4(DRAW, 27, 96),
     "nvfp4": quantised.nvfp4(DRAW, 27, 48),
     "nvfp4_divided": quantised.nvfp4(DRAW, 27, 48, divided=True),
-    "awq": quantised.awq(DRAW, 24, 48, 16),
     "gptq": quantised.gptq(DRAW, 24, 48, 16, order=True),
 }
 
@@ -66,7 +65,7 @@ def test_it_is_a_linear_layer_with_the_values_of_the_recipe(format: str, dtype: 
     read = {FIELDS[name]: Read(name, ()) for name in PARTS if name in weight}
     recipe = Dequantise(**read, format=format, block=weight.get("block"), zero_offset=weight.get("zero_offset", 0))  # type: ignore[arg-type]
     values = dequantised(recipe, [weight[name] for name in PARTS if name in weight])
-    values = values.t() if format in ("awq", "gptq") else values
+    values = values.t() if format == "gptq" else values
     x, bias = DRAW.normal(1, 5, values.shape[1], dtype=dtype), DRAW.normal(values.shape[0], dtype=dtype)
 
     found = quantised_linear(**quantised.call(x, weight, bias=bias))
@@ -177,9 +176,10 @@ def use(
                   "scales": TensorType("float8_e4m3fn", (outputs, inputs // 16))}  # fmt: skip
     else:
         assert isinstance(outputs, int)
-        packed = (inputs, outputs // 8) if format == "awq" else (inputs // 8, outputs)
-        types |= {"weight": TensorType("int32", packed), "scales": TensorType("float16", (inputs // 128, outputs)),
-                  "zeros": TensorType("int32", (inputs // 128, outputs // 8))}  # fmt: skip
+        types |= {"weight": TensorType("int32", (inputs // 8, outputs)),
+                  "scales": TensorType("float16", (inputs // 128, outputs)),
+                  "zeros": TensorType("int32", (inputs // 128, outputs // 8)),
+                  "groups": TensorType("int32", (inputs,))}  # fmt: skip
     if activation == "fp8_tensor":
         types["input_scale"] = TensorType("float32", (1,))
     node = Node("precast.quantised_linear", {**{name: Ref(name) for name in types}, **constants},
@@ -207,9 +207,9 @@ def rounded_in_front(given: Use) -> Use:
     return use_of(node, types, given.target, set(types) - {"input", "input_scales"})
 
 
-ALL = ("fp8 blocks", "fp8 rows", "int8 rows", "packed4", "packed4 points", "packed8", "mxfp4", "nvfp4", "awq", "gptq")
-STREAMED = tuple(each for each in ALL if each not in ("awq", "gptq"))
-WHOLE_FROM = {"awq": 33, "gptq": 33, "mxfp4": 17, "nvfp4": 17}
+ALL = ("fp8 blocks", "fp8 rows", "int8 rows", "packed4", "packed4 points", "packed8", "mxfp4", "nvfp4", "gptq")
+STREAMED = tuple(each for each in ALL if each != "gptq")
+WHOLE_FROM = {"gptq": 33, "mxfp4": 17, "nvfp4": 17}
 
 
 @pytest.mark.parametrize("weight", ALL)
@@ -408,7 +408,7 @@ def test_memory_is_known_for_all_sizes(weight: str, activation: str) -> None:
     [
         use("fp8 blocks"), use("fp8 blocks", activation="fp8_group", target=OLDER_LIBRARY),
         use("int8 rows", activation="int8_token"), use("packed4 points"), use("nvfp4", 14336),
-        use("awq", dtype="float16"), use("fp8 blocks", activation="fp8_group"), use("fp8 all", activation="fp8_token"),
+        use("gptq", dtype="float16"), use("fp8 blocks", activation="fp8_group"), use("fp8 all", activation="fp8_token"),
         use("fp8 rows", activation="fp8_tensor"), rounded_in_front(use("fp8 blocks", activation="fp8_group")),
         rounded_in_front(use("fp8 all", activation="fp8_token")),
     ],
@@ -429,7 +429,7 @@ def test_kernels_are_compiled_for_hopper(given: Use, tokens: int, tmp_path: Path
         assert made.metadata.shared <= 227 << 10
         assert stack_bytes(made, tmp_path) == 0
         assert "griddepcontrol.wait" in ptx
-        if "product" in launch.kernel or "awq" in launch.kernel:
+        if "product" in launch.kernel:
             # on tensor cores, and what comes next is on its way
             assert "mma" in ptx
             assert "cp.async" in ptx

@@ -34,17 +34,12 @@ def stored(format: str, num: int, rows: int, columns: int) -> dict[str, TensorTy
         "mxfp4": {"": ("uint8", (columns // 32, 16)), "_scales": ("uint8", (columns // 32,))},
         "nvfp4": {"": ("uint8", (columns // 2,)), "_scales": ("float8_e4m3fn", (columns // 16,))},
         "packed4": {"": ("int32", (columns // 8,)), "_scales": ("bfloat16", (columns // 128,))},
-        "awq": {},
         "fp8": {"": ("float8_e4m3fn", (columns,))},
         "int8": {"": ("int8", (columns,))},
     }
     found = {part: TensorType(dtype, (num, rows, *sizes)) for part, (dtype, sizes) in kinds[format].items()}
     if format == "nvfp4":
         found["_global_scale"] = TensorType("float32", (num, 1, 1))
-    if format == "awq":
-        groups, packed = columns // 128, rows // 8
-        found |= {"": TensorType("int32", (num, columns, packed)), "_zeros": TensorType("int32", (num, groups, packed))}
-        found["_scales"] = TensorType("float16", (num, groups, rows))
     return found
 
 
@@ -148,44 +143,25 @@ def test_rows_of_eight_bits_are_multiplied_as_such(
             assert "cp.async" in found.asm["ptx"]
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_matrix_that_lies_transposed_is_made_on_the_gpu(tmp_path: Path) -> None:
-    use = layer("awq", QWEN)
-    types = {name: operand.type for name, operand in use.operands.items()} | {"out.0": use.result}
-    launched = launches_of(use, 1)
-    made = [launch for launch in launched if launch.kernel.endswith(":dequantise_kernel")]
-
-    assert [launch.kernel.rpartition(":")[2] for launch in launched] == [
-        "order_kernel", "dequantise_kernel", "dequantise_kernel", "grouped_kernel", "grouped_kernel", "sum_kernel",
-    ]  # fmt: skip
-    for launch in (*made, *launched[3:5]):
-        found = compiled(launch, types)
-        assert found.metadata.shared <= shared_bytes(use.target.capability)
-        assert stack_bytes(found, tmp_path) == 0
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 16, 17, 64, 65, 256, 257, 1024, 1025, 100_000])
-@pytest.mark.parametrize("name", ["triton.quantised_experts", "triton.whole_experts"])
-def test_one_record_is_for_each_number_of_tokens(name: str, tokens: int) -> None:
-    own = [record for record in records_of("precast.quantised_experts", 1) if record.name.startswith(name)]
+def test_one_record_is_for_each_number_of_tokens(tokens: int) -> None:
+    own = [record for record in records_of("precast.quantised_experts", 1) if record.kind == "triton"]
     ranges = [record.sizes["T"] for record in own]
 
     assert sum(low <= tokens and (high is None or tokens <= high) for low, high in ranges) == 1
-    assert launches_of(layer("mxfp4" if name == "triton.quantised_experts" else "awq", QWEN), tokens)
+    assert launches_of(layer("mxfp4", QWEN), tokens)
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        layer("awq", DEEPSEEK),
         layer("fp8", QWEN, AMPERE),
         layer("mxfp4", QWEN, dtype="float64"),
         layer("mxfp4", QWEN, (7, 5)),
         layer("packed4", QWEN, AMPERE, rounding="fp8_token"),
-        layer("awq", QWEN, rounding="int8_token"),
         layer("fp8", (8, 2, 1 << 16, 256), rounding="fp8_token"),
     ],
-    ids=["room", "float8", "dtype", "GPU", "float8 of rows", "transposed", "long rows"],
+    ids=["float8", "dtype", "GPU", "float8 of rows", "long rows"],
 )
 def test_what_no_kernel_takes_is_dequantised(use: Use) -> None:
     (case,) = cases(use)

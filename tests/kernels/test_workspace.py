@@ -482,7 +482,7 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
             ("points", partial(quantised.int8, zeros=True)),
             ("packed", partial(quantised.packed, size=64)),
             ("nvfp4", quantised.nvfp4),
-            ("awq", quantised.awq),
+            ("packed, points", partial(quantised.packed, size=64, zeros=True)),
         )
     },
     "rounded linear": ("rounded_linear", _rounded_product, {"activation": "fp8_token"}, 1.5),
@@ -579,7 +579,7 @@ def test_batches_never_take_more(case: str) -> None:
 
 
 @pytest.mark.parametrize("make", [
-    quantised.fp8, partial(quantised.int8, zeros=True), quantised.awq, partial(quantised.gptq, size=16, order=True),
+    quantised.fp8, partial(quantised.int8, zeros=True), partial(quantised.gptq, size=16, order=True),
     partial(quantised.packed, size=16), partial(quantised.packed, size=16, zeros=True),
 ])  # fmt: skip
 def test_a_cpu_dequantises_in_what_the_record_says(make: Callable[..., Sample]) -> None:

@@ -80,10 +80,6 @@ GPTQ: Args = {
     "input": f32(1, "T", 48), "weight": t("int32", 6, 24), "scales": t("float16", 3, 24), "zeros": t("int32", 3, 3),
     "groups": t("int32", 48), "bias": f32(24), "format": "gptq", "zero_offset": 1,
 }  # fmt: skip
-AWQ: Args = {
-    "input": f32(1, "T", 48), "weight": t("int32", 48, 3), "scales": t("float16", 3, 24), "zeros": t("int32", 3, 3),
-    "format": "awq",
-}  # fmt: skip
 FP8: Args = {
     "input": t("bfloat16", 1, "T", 45), "weight": t("float8_e4m3fn", 27, 45), "scales": f32(7, 6), "format": "fp8",
     "block": (4, 8), "activation": "fp8_tensor", "input_scale": f32(1),
@@ -221,7 +217,6 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("gated_linear", {**GATED, "bias": None, "kind": "gelu_tanh"}, (f32(1, "T", 3),)),
     ("quantised_linear", GPTQ, (f32(1, "T", 24),)),
     ("quantised_linear", {**GPTQ, "groups": None}, (f32(1, "T", 24),)),
-    ("quantised_linear", AWQ, (f32(1, "T", 24),)),
     ("quantised_linear", FP8, (t("bfloat16", 1, "T", 27),)),
     ("quantised_linear", FP8_OF_A_RANK, (t("bfloat16", 1, "T", 512),)),
     ("quantised_linear", FP8_OF_ROWS, (t("bfloat16", 1, "T", mul(128, PAIRS)),)),

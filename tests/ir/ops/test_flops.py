@@ -61,8 +61,6 @@ def test_quantised_experts_work_as_others_do() -> None:
     stored: dict[str, dict[str, tuple[int, ...]]] = {
         "mxfp4": {"up": (64, 24, 1, 16), "up_scales": (64, 24, 1)},
         "packed4": {"up": (64, 24, 2), "up_scales": (64, 24, 2)},
-        "awq": {"up": (64, 16, 3), "up_scales": (64, 2, 24)},
-        "gptq": {"up": (64, 2, 24), "up_scales": (64, 2, 24)},
     }
     for name, parts in stored.items():
         for gated, inner in ((True, 12), (False, 24)):

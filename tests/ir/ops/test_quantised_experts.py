@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 from op_calls import BLOCK_EXPERTS, NVFP4_EXPERTS, PACKED_EXPERTS, Args, f32, t
 
-from precast.ir.graph.schema import Apply, Dequantise, Dtype, Expr, TensorType
+from precast.ir.graph.schema import Apply, Dtype, Expr, TensorType
 from precast.ir.graph.symbols import add, mul
 from precast.ir.ops import table as ops
 from precast.ir.ops.op import ShapeError
+from precast.ir.ops.rows_experts import EXPERT_FORMATS
 
 F8: Dtype = "float8_e4m3fn"
 
@@ -38,14 +39,6 @@ def mxfp4(num: Expr, blocks: Expr, up_rows: Expr) -> Args:
     )  # fmt: skip
 
 
-AWQ = experts(
-    "awq", 16, up=t("int32", 3, 16, 2), up_scales=f32(3, 4, 16), up_zeros=t("int32", 3, 4, 2),
-    down=t("int32", 3, 8, 2), down_scales=f32(3, 1, 16), down_zeros=t("int32", 3, 1, 2),
-)  # fmt: skip
-GPTQ = experts(
-    "gptq", 16, up=t("int32", 3, 2, 16), up_scales=f32(3, 4, 16), up_zeros=t("int32", 3, 4, 2),
-    down=t("int32", 3, 1, 16), down_scales=f32(3, 1, 16), down_zeros=t("int32", 3, 1, 2), zero_offset=1,
-)  # fmt: skip
 PACKED8 = experts(
     "packed8", 12, up=t("int32", 3, 8, 3), up_scales=t("float16", 3, 8, 4),
     down=t("int32", 3, 12, 1), down_scales=t("float16", 3, 12, 2), zero_offset=128,
@@ -56,15 +49,15 @@ INT8 = {
 }  # fmt: skip
 MXFP4 = mxfp4(3, 1, 64)
 CALLS = {
-    "fp8": BLOCK_EXPERTS, "mxfp4": MXFP4, "awq": AWQ, "gptq": GPTQ, "nvfp4": NVFP4_EXPERTS,
+    "fp8": BLOCK_EXPERTS, "mxfp4": MXFP4, "nvfp4": NVFP4_EXPERTS,
     "nvfp4_divided": {**NVFP4_EXPERTS, "format": "nvfp4_divided"}, "packed4": PACKED_EXPERTS, "packed8": PACKED8,
     "int8": INT8,
 }  # fmt: skip
 each_call = pytest.mark.parametrize("args", CALLS.values(), ids=CALLS)
 
 
-def test_every_format_of_a_checkpoint_has_a_call() -> None:
-    assert set(CALLS) == set(get_args(get_type_hints(Dequantise)["format"]))
+def test_every_format_has_a_call() -> None:
+    assert set(CALLS) == set(EXPERT_FORMATS)
 
 
 @each_call
@@ -97,11 +90,13 @@ def test_every_part_has_a_dtype_that_is_checked(args: Args) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({**MXFP4, "format": "nf4"}, "format: expected one of fp8, mxfp4, .* found 'nf4'"),
+        *(
+            ({**PACKED_EXPERTS, "format": name}, f"format: expected one of fp8, mxfp4, .* found '{name}'")
+            for name in ("nf4", "awq", "gptq")
+        ),
         ({**MXFP4, "up_zeros": f32(3, 1)}, "up: mxfp4: zeros is not part of the format"),
         ({**MXFP4, "down_block": (1, 1)}, "down: mxfp4: block is not part of the format"),
         ({**MXFP4, "zero_offset": 8}, "zero_offset without zeros"),
-        ({**AWQ, "down_zeros": None}, "down: awq: zeros is missing"),
         ({**NVFP4_EXPERTS, "up_global_scale": None}, "up: nvfp4: global_scale is missing"),
         ({**NVFP4_EXPERTS, "down_global_scale": f32(3, 2, 1)}, "down: nvfp4: .* don't fit"),
         ({**BLOCK_EXPERTS, "up_block": None}, "up: fp8: block is missing"),

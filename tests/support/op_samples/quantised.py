@@ -72,16 +72,6 @@ def nvfp4(draw: Draw, outputs: int, inputs: int, *, divided: bool = False, rows:
     return {"weight": values, "scales": scales, "global_scale": 1 / whole if divided else whole, "format": format}
 
 
-def awq(draw: Draw, outputs: int, inputs: int, size: int | None = None) -> Sample:
-    """AutoAWQ's layout."""
-    groups = inputs // (size or inputs)
-    scales = draw.uniform(groups, outputs, low=1e-3, high=1e-2, dtype=torch.float16)
-    return {
-        "weight": words(draw, inputs, outputs // 8), "scales": scales, "zeros": words(draw, groups, outputs // 8),
-        "format": "awq",
-    }  # fmt: skip
-
-
 def gptq(draw: Draw, outputs: int, inputs: int, size: int | None = None, *, order: bool = False) -> Sample:
     """AutoGPTQ's layout. `order`: groups of inputs anywhere."""
     groups = inputs // (size or inputs)
@@ -116,7 +106,6 @@ def quantised_linear(draw: Draw) -> Iterator[Sample]:
 def _weights(draw: Draw) -> Iterator[Sample]:
     yield gptq(draw, 24, 48, 16, order=True)
     yield gptq(draw, 24, 48, 16)
-    yield awq(draw, 24, 48, 16)
     yield fp8(draw, 27, 45)
     yield int8(draw, 27, 45, (4, 8), zeros=True)
     for bits in (4, 8):
@@ -132,8 +121,7 @@ def _inputs(weight: Sample) -> int:
     """How many inputs the layer has."""
     rows, columns = weight["weight"].shape[:2]
     factors = {"fp8": 1, "int8": 1, "packed8": 4, "packed4": 8, "mxfp4": 32, "nvfp4": 2, "nvfp4_divided": 2}
-    transposed = {"awq": rows, "gptq": 8 * rows}
-    return transposed.get(weight["format"]) or columns * factors[weight["format"]]
+    return 8 * rows if weight["format"] == "gptq" else columns * factors[weight["format"]]
 
 
 SAMPLES = {("precast.quantised_linear", 1): quantised_linear}

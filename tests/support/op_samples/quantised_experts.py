@@ -8,14 +8,13 @@ from functools import partial
 import torch
 
 from op_samples.draw import Draw, Sample
-from op_samples.quantised import awq, fp8, gptq, int8, mxfp4, nvfp4, packed
+from op_samples.quantised import fp8, int8, mxfp4, nvfp4, packed
 
 Make = Callable[[Draw, int, int], Sample]
 """Makes the parts of a matrix, of so many outputs and inputs."""
 FORMATS: dict[str, Make] = {
-    "fp8": fp8, "mxfp4": mxfp4, "awq": awq, "gptq": gptq, "nvfp4": nvfp4,
-    "nvfp4_divided": partial(nvfp4, divided=True), "packed4": partial(packed, size=16),
-    "packed8": partial(packed, bits=8, size=16), "int8": int8,
+    "fp8": fp8, "mxfp4": mxfp4, "nvfp4": nvfp4, "nvfp4_divided": partial(nvfp4, divided=True),
+    "packed4": partial(packed, size=16), "packed8": partial(packed, bits=8, size=16), "int8": int8,
 }  # fmt: skip
 CLAMPED = {"alpha": 1.702, "limit": 0.7, "offset": 1.0}
 """What GPT-OSS has between the products, with a limit that is met."""
