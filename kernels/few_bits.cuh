@@ -110,16 +110,6 @@ __device__ __forceinline__ u32 lowered_fp4(u32 word, int i) {
 #endif
 }
 
-#ifdef FLOAT16
-constexpr u32 RAISES_FP4 = twice(0x7400);    // 2^14, which makes of this the numbers that are meant
-#else
-constexpr u32 RAISES_FP4 = twice(0x7e80);    // 2^126
-#endif
-
-__device__ __forceinline__ u32 elements_of_fp4(u32 word, int i) {
-  return multiplied(lowered_fp4(word, i), RAISES_FP4);
-}
-
 // Scales for `scaled_fp4`, of byte i of a word: float8_e4m3fn without a sign; and E8M0, which are powers of two. In
 // bfloat16 they are 2^62 times as large, of which powers above 2^65 are cut; in float16 those above 2^15 are.
 __device__ __forceinline__ u32 fp4_scale_of_float8(u32 word, int i) {
@@ -151,8 +141,46 @@ constexpr float FP4_SUMS = 18446744073709551616.0f;    // 2^64
 
 __device__ __forceinline__ u32 scaled_fp4(u32 word, int i, u32 scale) {
 #ifdef FLOAT16
-  return multiplied(elements_of_fp4(word, i), scale);
+  return multiplied(multiplied(lowered_fp4(word, i), twice(0x7400)), scale);    // 2^14: what is meant
 #else
   return multiplied(lowered_fp4(word, i), scale);
 #endif
 }
+
+// --- products of lowered numbers --------------------------------------------------------------------------------------
+//
+// The tensor cores take the lowest numbers of a format as they take others, those without a leading 1 too. So numbers of
+// four bits are masked, and need not be raised one by one: sums are, and x before, so that these are not too low for
+// float32. What is lost lies below 2^-40 of x.
+
+#ifdef FLOAT16
+constexpr float X_RAISED = 1, FP4_LOWERED = 0x1p-14f;
+#else
+constexpr float X_RAISED = 0x1p40f, FP4_LOWERED = 0x1p-126f;
+#endif
+
+// Two elements of x.
+__device__ __forceinline__ u32 raised_x(u32 pair) {
+#ifdef FLOAT16
+  return pair;
+#else
+  return multiplied(pair, twice(0x5380));
+#endif
+}
+
+#ifndef FLOAT16
+// Numbers of four bits, times 2^-133, as the last digits of a bfloat16; those of odd i are 16 times as large, and meet an
+// x that is raised by so much less.
+constexpr float NIBBLES_LOWERED = 0x1p-133f;
+
+__device__ __forceinline__ u32 lowered_nibbles(u32 word, int i) {
+  return (i < 2 ? word : word >> 8) & (i % 2 ? 0x00f000f0 : 0x000f000f);
+}
+
+__device__ __forceinline__ u32 raised_x_of_nibbles(u32 pair, int i) {
+  return multiplied(pair, twice(i % 2 ? 0x5180 : 0x5380));
+}
+#endif
+
+// Two to the power that a byte has, less 127. That of 0 is no power, but too small to matter.
+__device__ __forceinline__ float power_of(u32 byte) { return __uint_as_float(byte << 23); }

@@ -32,14 +32,18 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&a)[4]
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ float widened(Element value) {
+__device__ __forceinline__ float widened_float16(u16 value) {
   float wide;
-#ifdef FLOAT16
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
-#else
-  wide = __uint_as_float((u32)value << 16);
-#endif
   return wide;
+}
+
+__device__ __forceinline__ float widened(Element value) {
+#ifdef FLOAT16
+  return widened_float16(value);
+#else
+  return __uint_as_float((u32)value << 16);
+#endif
 }
 
 __device__ __forceinline__ Element rounded(float value) {

@@ -5,10 +5,11 @@
 //
 //   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it;
 //   - one more warp brings the pieces of x;
-//   - eight warps multiply: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. They take
-//     turns at runs of STEP k, whatever the pieces are, each into two sums; the 16 sums are added in one order.
-//     Weights in few bits become operands in registers: the same k of w and x meet, in whatever order. Of four bits
-//     more are made of as many bytes, which takes sixteen warps.
+//   - teams of warps multiply, each its own tiles, from a ring and by a producer of its own: mma.m16n8k16 with the weights as its 16 rows and the rows of x as
+//     its 8 columns. Warps of a team take turns at runs of STEP k, whatever the pieces are, each into two sums, which
+//     are added in one order. Weights in few bits become operands in registers: the same k of w and x meet, in
+//     whatever order. Of four bits more are made of as many bytes, which takes more warps; and they have little to do
+//     for a tile, beside what each tile takes anyway, so that two teams are better than one twice as large.
 //
 // So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
 //
@@ -22,7 +23,9 @@
 //   RESIDUAL         residual[m, n] is added to the rounded product, and the sum rounded; it may be y
 //   GATE=f           f is silu, gelu or gelu_tanh; y[m, n] = f(a) * b, where a is the rounded product with row n of the
 //                    first half of w, and b that with row n of the second; y has half as many columns as w has rows
-//   PASS=n           so many tiles share one reading of x; 1 where all of x stays in shared memory
+//   TEAMS=n          of warps
+//   PASS=n           so many tiles share one reading of x, a multiple of TEAMS; no more where all of x stays in shared
+//                    memory
 //   UNROLL=n         so many steps of the inner loop in a row
 //
 // and for weights in few bits (`Stored` in stream_plan.py):
@@ -40,7 +43,7 @@
 //                    so have those of x, if it is float8. Without it a row has one, or SCALED_ROWS rows together. Of
 //                    four bits n may be a part of STEP, and a multiple of 32, but for NVFP4's 16
 //   SCALED_ROWS=n    so many rows of w have the same scales: 1, or with GROUP a multiple of 16
-//   SCALE_BYTES=n    of a scale of w: 4 for float32; 2, of the type of y; 1 in FP4
+//   SCALE_BYTES=n    of a scale of w: 4 for float32; 2, of the type of y, or float16 with SCALES_FLOAT16; 1 in FP4
 //
 // inputs must be a multiple of STEP, w aligned to 16 bytes, and so each row of scales with GROUP; x may have any strides,
 // and lies best in rows aligned to 16 bytes. The arguments from `tiles_each` on are the plan: how tiles are shared out,
@@ -65,15 +68,22 @@ constexpr int BITS = 16;
 
 constexpr int TILE = 16;              // rows of w in a tile
 constexpr int ROWS = 8;               // rows of x at most
-constexpr int WARPS = BITS == 4 ? 16 : 8;       // that multiply
+#ifndef TEAMS
+#define TEAMS 1
+#endif
+#ifndef MULTIPLYING
+#define MULTIPLYING (BITS == 4 ? 16 : 8)
+#endif
+constexpr int WARPS = MULTIPLYING;              // that multiply
+constexpr int TEAM = WARPS / TEAMS;             // of a team
 constexpr int BUFFERS = BITS == 4 ? 2 : 1;      // tiles whose sums are in shared memory: of two, warps wait once a tile
 #ifndef STEP
 #define STEP 32                       // k that a warp takes at a time
 #endif
-constexpr int TURN = STEP * WARPS;    // k after which it is the same warp's turn: pieces are multiples of it
-constexpr int W_WARP = WARPS, X_WARP = WARPS + 1;
-constexpr int THREADS = 32 * (WARPS + 2);
-constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the ring
+constexpr int TURN = STEP * TEAM;     // k after which it is the same warp's turn: pieces are multiples of it
+constexpr int W_WARP = WARPS, X_WARP = WARPS + TEAMS;
+constexpr int THREADS = 32 * (X_WARP + 1);
+constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the rings
 constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
 constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
 
@@ -95,12 +105,13 @@ constexpr int POINT_ROWS = 0;
 #endif
 
 #ifndef PASS
-#define PASS 1
+#define PASS TEAMS
 #endif
+constexpr int OWN = PASS / TEAMS;     // a team's tiles that share one reading of x
 #ifndef UNROLL
 #if !defined(IN_FOUR_BITS)
 #define UNROLL 4
-#elif PASS == 1 && !(defined(IN_FP4) && defined(FLOAT16))
+#elif PASS == TEAMS && !(defined(IN_FP4) && defined(FLOAT16))
 #define UNROLL 2    // a thread of sixteen warps has 96 registers, and there are others to wait for
 #else
 #define UNROLL 1
@@ -122,6 +133,10 @@ __device__ __forceinline__ void store_shared(u32 to, u16 value) {
 
 __device__ __forceinline__ void store_shared(u32 to, unsigned char value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"((u32)value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
 // Neighbouring words.
@@ -162,6 +177,10 @@ __device__ __forceinline__ void sync_multiplying_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
 
+__device__ __forceinline__ void sync_team(int team) {
+  asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "n"(32 * TEAM) : "memory");
+}
+
 // --- activations ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float silu(float a) { return a / (1.0f + __expf(-a)); }
@@ -177,9 +196,9 @@ struct Plan {
   int first, end;         // the tiles of this CTA
   int piece, pieces;      // k of a piece of a row, the last one may be shorter; pieces of a row
   int pitch, x_pitch;     // bytes from a row's piece to the next row's in shared memory, of w and of x
-  int x_slots, stages;    // pieces of x and of w in shared memory
+  int x_slots, stages;    // pieces of x and, of a team, of w in shared memory
   bool keeps_x;           // each piece of x has a slot of its own
-  int scale_slots;        // tiles whose scales are there, if they lie in groups
+  int scale_slots;        // tiles of a team whose scales are there, if they lie in groups
 
   __device__ int length(int index, int inputs) const { return min(piece, inputs - index * piece); }
 };
@@ -204,13 +223,14 @@ __device__ __forceinline__ int bytes_of_scales(int groups) {
 }
 #endif
 
-// A place after the next `length` is the first again; there are as many as tiles in a pass, or no second pass.
+// A place after the next `length` is the first again; there are as many as a team's tiles in a pass, or no second pass.
 __device__ __forceinline__ int wrapped(int place, int length) { return place < length ? place : place - length; }
 
-// One thread: the pieces of w, in the order in which they are multiplied. It waits for nothing but room in the ring.
+// One thread: the pieces of w for a team, in the order in which they are multiplied. It waits for nothing but room in the
+// ring.
 __device__ __forceinline__ void produce_weights(
-    const Plan& plan, const unsigned char* w, const unsigned char* scales, const u32* points, int columns, int inputs,
-    u32 ring, u32 scale_slots, u32 full, u32 empty) {
+    const Plan& plan, int team, const unsigned char* w, const unsigned char* scales, const u32* points, int columns,
+    int inputs, u32 ring, u32 scale_slots, u32 full, u32 empty) {
   const u64 policy = read_once_policy();
   const int row_bytes = inputs / 8 * BITS, piece_bytes = plan.piece / 8 * BITS;
   Place place = {0, 1};    // the first round finds the ring empty
@@ -219,15 +239,15 @@ __device__ __forceinline__ void produce_weights(
 #endif
   for (int start = plan.first; start < plan.end; start += PASS) {
     for (int index = 0; index < plan.pieces; index++)
-      for (int tile = start; tile < min(start + PASS, plan.end); tile++) {
-        const int column = tile * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
+      for (int i = 0; i < OWN && start + i * TEAMS + team < plan.end; i++) {
+        const int tile = start + i * TEAMS + team, column = tile * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
         const u32 bytes = plan.length(index, inputs) / 8 * BITS, barrier = full + place.at * 8;
         u32 to = ring + place.at * TILE * plan.pitch;
         barrier_wait(empty + place.at * 8, place.parity);
 #ifdef GROUP    // all of a tile's scales come with its first piece
         const int groups = inputs / GROUP, point_rows = min(POINT_ROWS, (present * BITS + 31) / 32);
         const u32 scale_bytes = groups * min(SCALE_ROWS, present) * SCALE_BYTES, point_bytes = groups * point_rows * 4;
-        const u32 slot = scale_slots + wrapped(scale_slot + tile - start, plan.scale_slots) * bytes_of_scales(groups);
+        const u32 slot = scale_slots + wrapped(scale_slot + i, plan.scale_slots) * bytes_of_scales(groups);
         barrier_expect(barrier, bytes * present + (index == 0 ? scale_bytes + point_bytes : 0));
         if (index == 0 && SCALE_PAD == 0) {
           copy(slot, scales + (i64)(column / SCALED_ROWS) * groups * SCALE_BYTES, scale_bytes, barrier);
@@ -271,7 +291,7 @@ __device__ __forceinline__ void produce_weights(
         place.advance(plan.stages);
       }
 #ifdef GROUP
-    scale_slot = wrapped(scale_slot + PASS, plan.scale_slots);
+    scale_slot = wrapped(scale_slot + OWN, plan.scale_slots);
 #endif
   }
 }
@@ -323,16 +343,16 @@ typedef float Partials[WARPS][TILE][ROWS];
 
 // What lies in front of the ring.
 struct alignas(128) Head {
-  u64 w_full[MAX_STAGES], w_empty[MAX_STAGES], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
+  u64 w_full[TEAMS][MAX_STAGES / TEAMS], w_empty[TEAMS][MAX_STAGES / TEAMS], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
   Partials partials[BUFFERS];
 };
-static_assert(sizeof(Head) == (BITS == 4 ? 16768 : 4480), "as stream_plan.py has it");
+static_assert(sizeof(Head) == 384 + 512 * WARPS * BUFFERS, "as stream_plan.py has it");
 
-// The sum over the warps of row `row` of a tile with row `m` of x.
-__device__ __forceinline__ float summed(const Partials& partials, int row, int m) {
-  float sum = partials[0][row][m];
+// The sum over the warps of a team, of which `warp` is the first, of row `row` of a tile with row `m` of x.
+__device__ __forceinline__ float summed(const Partials& partials, int warp, int row, int m) {
+  float sum = partials[warp][row][m];
 #pragma unroll
-  for (int warp = 1; warp < WARPS; warp++) sum += partials[warp][row][m];
+  for (int i = 1; i < TEAM; i++) sum += partials[warp + i][row][m];
   return sum;
 }
 
@@ -375,29 +395,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   plan.first = (int)tiles_each * (int)blockIdx.x + min((int)blockIdx.x, (int)tiles_more);
   plan.end = plan.first + (int)tiles_each + ((int)blockIdx.x < (int)tiles_more);    // some have one more
   plan.piece = (int)piece, plan.pieces = (int)pieces;
-  plan.pitch = plan.piece / 8 * BITS + PAD, plan.x_pitch = plan.piece * (int)sizeof(Input) + X_PAD;
+  plan.pitch = plan.piece / 8 * BITS + PAD;
+  plan.x_pitch = plan.piece * (int)sizeof(Input) + X_PAD + bytes_of_x_sums(plan.piece);
   plan.x_slots = (int)x_slots, plan.stages = (int)stages;
   plan.keeps_x = plan.x_slots == plan.pieces;
-  const u32 ring = shared_address(memory + sizeof(Head)), slots = ring + plan.stages * TILE * plan.pitch;
-  const unsigned char* tile_scales = memory + sizeof(Head) + (slots - ring) + plan.x_slots * rows * plan.x_pitch;
-  GroupScales scales_of = {};
+  const int team = warp < W_WARP ? warp / TEAM : min(warp - W_WARP, TEAMS - 1);
+  const u32 rings = shared_address(memory + sizeof(Head)), of_ring = plan.stages * TILE * plan.pitch;
+  const u32 ring = rings + team * of_ring, slots = rings + TEAMS * of_ring;
+  const unsigned char* tile_scales = memory + sizeof(Head) + (slots - rings) + plan.x_slots * rows * plan.x_pitch;
+  OfPiece of_piece = {};
 #ifdef GROUP
   const int of_tile = bytes_of_scales(inputs / GROUP);
   plan.scale_slots = (int)scale_slots;
-  float* own_x_scales = (float*)(tile_scales + plan.scale_slots * of_tile);
-  scales_of = {nullptr, own_x_scales, 0, inputs / GROUP};
+  float* own_x_scales = (float*)(tile_scales + TEAMS * plan.scale_slots * of_tile);
+  tile_scales += team * plan.scale_slots * of_tile;
+  of_piece.x_scales = own_x_scales, of_piece.groups = inputs / GROUP;
 #endif
-  if (warp == W_WARP) {
+  const u32 full = shared_address(head.w_full[team]), empty = shared_address(head.w_empty[team]);
+  if (warp >= W_WARP && warp < X_WARP) {
     if (lane < plan.stages) {
-      barrier_init(shared_address(&head.w_full[lane]), 1);
-      barrier_init(shared_address(&head.w_empty[lane]), WARPS);
+      barrier_init(full + lane * 8, 1);
+      barrier_init(empty + lane * 8, TEAM);
     }
     barrier_init_fence();
     __syncwarp();
     arrive_at_start();
     if (elected())
-      produce_weights(plan, w, SCALES, columns, inputs, ring, shared_address(tile_scales), shared_address(head.w_full),
-                      shared_address(head.w_empty));
+      produce_weights(plan, team, w, SCALES, columns, inputs, ring, shared_address(tile_scales), full, empty);
     return;
   }
   if (warp == X_WARP) {
@@ -416,39 +440,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     return;
   }
 
-  const int own_row = threadIdx.x % TILE_COLUMNS, own_m = threadIdx.x / TILE_COLUMNS;    // what it writes of a tile
+  const int member = warp % TEAM;
+  const int own_row = threadIdx.x % TILE_COLUMNS, own_m = threadIdx.x % (32 * TEAM) / TILE_COLUMNS;    // what it writes
   // Where the lane points ldmatrix to: of w 16 rows x 16 k, of x 8 rows x 32 k; rows that x has not are its last.
-  const u32 w_lane = (lane % 16) * plan.pitch + warp * STEP / 8 * BITS + lane / 16 * 16;
+  const u32 w_lane = (lane % 16) * plan.pitch + member * STEP / 8 * BITS + lane / 16 * 16;
 #if defined(IN_FEW_BITS) && !defined(X_FLOAT8)    // no ldmatrix: the k of a word, of the row that the lane multiplies
-  const u32 x_lane = min(lane / 4, rows - 1) * plan.x_pitch + (warp * STEP + lane % 4 * 32 / BITS) * sizeof(Input);
+  const u32 x_lane = min(lane / 4, rows - 1) * plan.x_pitch + (member * STEP + lane % 4 * 32 / BITS) * sizeof(Input);
 #else
-  const u32 x_lane = min(lane % 8, rows - 1) * plan.x_pitch + warp * STEP * sizeof(Input) + lane / 8 * 16;
+  const u32 x_lane = min(lane % 8, rows - 1) * plan.x_pitch + member * STEP * sizeof(Input) + lane / 8 * 16;
 #endif
 #if defined(GROUP) && defined(X_FLOAT8)
-  for (int i = threadIdx.x; i < rows * scales_of.groups; i += 32 * WARPS) own_x_scales[i] = x_scales[i];
+  for (int i = threadIdx.x; i < rows * of_piece.groups; i += 32 * WARPS) own_x_scales[i] = x_scales[i];
   sync_multiplying_warps();
 #endif
   Place w_place = {0, 0}, x_place = {0, 0};
-#ifdef IN_FOUR_BITS
+  int buffer = 0;
+#ifdef PREPARES_X
   bool x_is_new = true;
 #endif
 #ifdef GROUP
   int scale_slot = 0;
 #endif
   for (int start = plan.first; start < plan.end; start += PASS) {
-    const int count = BITS < 16 && PASS == 1 ? 1 : min(PASS, plan.end - start);
-    float sums[PASS][2][4] = {};
-    Element biases[PASS][HALVES] = {};    // asked for early, as others are: nothing would hide it at the end
+    float sums[OWN][2][4] = {};
+    Element biases[OWN][HALVES] = {};    // asked for early, as others are: nothing would hide it at the end
 #ifdef SCALES_SUMS
-    float scale[PASS][HALVES] = {};
+    float scale[OWN][HALVES] = {};
 #endif
 #ifdef RESIDUAL
-    Element residuals[PASS] = {};
+    Element residuals[OWN] = {};
 #endif
 #pragma unroll
-    for (int i = 0; i < PASS; i++) {
-      const int column = (start + i) * TILE_COLUMNS + own_row;
-      if (i < count && own_m < rows && column < columns) {
+    for (int i = 0; i < OWN; i++) {
+      const int tile = start + i * TEAMS + team, column = tile * TILE_COLUMNS + own_row;
+      if (tile < plan.end && own_m < rows && column < columns) {
 #ifdef BIAS
         for (int half = 0; half < HALVES; half++) biases[i][half] = bias[half * columns + column];
 #endif
@@ -469,28 +494,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     }
     for (int index = 0; index < plan.pieces; index++) {
       // Each warp's own steps in the piece; the last piece may be too short for some of the warps.
-      const int length = plan.length(index, inputs) - warp * STEP;
-#ifdef IN_FOUR_BITS
+      const int length = plan.length(index, inputs) - member * STEP;
+      const u32 x_piece = slots + x_place.at * rows * plan.x_pitch;
+#ifdef PREPARES_X
       if (x_is_new) {
         barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
-        order_x(slots + x_place.at * rows * plan.x_pitch + warp * STEP * sizeof(Input), rows, plan.x_pitch, length);
+        prepare_x(x_piece, rows, plan.x_pitch, plan.piece, plan.length(index, inputs));
       }
+      for (int i = 0; i < 2; i++)
+        of_piece.x_sums[i] = x_piece + min(lane % 4 * 2 + i, rows - 1) * plan.x_pitch + plan.piece * sizeof(Input) + X_PAD;
 #else
       barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
 #endif
-      const u32 x_rows = slots + x_place.at * rows * plan.x_pitch + x_lane;
 #pragma unroll
-      for (int i = 0; i < PASS; i++)
-        if (i < count) {
-          barrier_wait(shared_address(&head.w_full[w_place.at]), w_place.parity);
+      for (int i = 0; i < OWN; i++)
+        if (start + i * TEAMS + team < plan.end) {
+          barrier_wait(full + w_place.at * 8, w_place.parity);
           const u32 w_rows = ring + w_place.at * TILE * plan.pitch + w_lane;
 #ifdef GROUP
-          scales_of.tile = tile_scales + wrapped(scale_slot + i, plan.scale_slots) * of_tile;
-          scales_of.first = index * plan.piece + warp * STEP;
+          of_piece.scales = tile_scales + wrapped(scale_slot + i, plan.scale_slots) * of_tile;
+          of_piece.first = index * plan.piece;
 #endif
-          multiply_piece(sums[i], w_rows, x_rows, length, scales_of);
+          multiply_piece(sums[i], w_rows, x_piece + x_lane, member * STEP, length, of_piece);
           __syncwarp();
-          if (lane == 0) barrier_arrive(shared_address(&head.w_empty[w_place.at]));
+          if (lane == 0) barrier_arrive(empty + w_place.at * 8);
           w_place.advance(plan.stages);
         }
       __syncwarp();
@@ -498,25 +525,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
       x_place.advance(plan.x_slots);
       if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
     }
-#ifdef IN_FOUR_BITS
+#ifdef PREPARES_X
     x_is_new = !plan.keeps_x;
 #endif
 #ifdef GROUP
-    scale_slot = wrapped(scale_slot + PASS, plan.scale_slots);
+    scale_slot = wrapped(scale_slot + OWN, plan.scale_slots);
 #endif
 #pragma unroll
-    for (int i = 0; i < PASS; i++)
-      if (i < count) {
-        Partials& partials = head.partials[(start + i) % BUFFERS];
-        if (BUFFERS == 1) sync_multiplying_warps();    // the tile before has been read
+    for (int i = 0; i < OWN; i++) {
+      const int tile = start + i * TEAMS + team;
+      if (tile < plan.end) {
+        Partials& partials = head.partials[buffer];
+        buffer = (buffer + 1) % BUFFERS;
+        if (BUFFERS == 1) sync_team(team);    // the tile before has been read
 #pragma unroll
         for (int j = 0; j < 4; j++)
           partials[warp][lane / 4 + j / 2 * 8][lane % 4 * 2 + j % 2] = sums[i][0][j] + sums[i][1][j];
-        sync_multiplying_warps();
-        const int column = (start + i) * TILE_COLUMNS + own_row;
+        sync_team(team);
+        const int column = tile * TILE_COLUMNS + own_row;
         if (own_m < rows && column < columns) {
           const auto product = [&](int half) {
-            float sum = summed(partials, own_row + half * TILE_COLUMNS, own_m);
+            float sum = summed(partials, team * TEAM, own_row + half * TILE_COLUMNS, own_m) * SUMS_RAISED;
 #ifdef SCALES_SUMS
             sum *= scale[i][half];
 #endif
@@ -533,5 +562,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
           y[(i64)own_m * columns + column] = rounded(value);
         }
       }
+    }
   }
 }

@@ -38,7 +38,8 @@ class Stored(NamedTuple):
 
     `step`: inputs that a warp multiplies at a time. `group`: neighbours in a row that have a scale of
     `scale_bytes`, if some have; each of the weight's rows has such scales of its own, unless tiles `share` them. With
-    `points` groups have these, too, of as many bits as a weight.
+    `points` groups have these, too, of as many bits as a weight. `summed`: neighbours of x of which the kernel keeps
+    sums, if it does.
     """
 
     bits: int = 16
@@ -48,6 +49,7 @@ class Stored(NamedTuple):
     scale_bytes: int = _FLOAT32
     share: bool = False
     points: bool = False
+    summed: int | None = None
 
     @property
     def warps(self) -> int:
@@ -55,9 +57,14 @@ class Stored(NamedTuple):
         return 16 if self.bits == 4 else 8
 
     @property
+    def teams(self) -> int:
+        """Of these warps, each with tiles of its own: two where a tile's bytes are few, and it is soon done."""
+        return 1 if self.bits == 16 else 2
+
+    @property
     def threads(self) -> int:
-        """Of a block: warps that multiply, one that brings the weight, and one that brings x."""
-        return 32 * (self.warps + 2)
+        """Of a block: warps that multiply, those that bring the weight, and one that brings x."""
+        return 32 * (self.warps + self.teams + 1)
 
     @property
     def head_bytes(self) -> int:
@@ -68,6 +75,11 @@ class Stored(NamedTuple):
     def most_tiles_a_pass(self) -> int:
         """As many as a thread has registers for, which are fewer where there are more threads."""
         return 4 if self.bits == 4 else 8
+
+    def x_pitch(self, piece: int) -> int:
+        """Bytes from a row of a piece of x to the next one in shared memory."""
+        sums = -(-piece // self.summed * _FLOAT32 // 128) * 128 if self.summed else 0
+        return piece * self.x_bytes + self.x_bytes * 128 // self.bits + sums
 
     def tile_scales(self, inputs: int) -> int:
         """Bytes of a tile's scales of groups, and of points."""
@@ -87,8 +99,11 @@ THREADS = SIXTEEN_BITS.threads
 
 
 class Plan(NamedTuple):
-    """What `stream.cu` takes of it, in this order; then how many tiles have their scales of groups in shared memory,
-    how many share one reading of x, how many blocks there are, and the shared memory that a block fills."""
+    """What `stream.cu` takes of it, in this order; then how many tiles of a team have their scales of groups in shared
+    memory, how many tiles share one reading of x, how many blocks there are, and the shared memory that a block fills.
+
+    `stages` are a team's.
+    """
 
     tiles_each: int
     tiles_more: int
@@ -127,20 +142,21 @@ def plan_that_fits(
     grid = min(blocks, num_tiles)
     each, more = divmod(num_tiles, grid)
     pieces = -(-inputs // way.piece)
-    turn = stored.step * stored.warps
+    turn = stored.step * stored.warps // stored.teams
     piece = way.piece if pieces > 1 else -(-inputs // turn) * turn
     most = each + (more > 0)
-    x_pitch = piece * stored.x_bytes + stored.x_bytes * 128 // stored.bits
+    x_pitch = stored.x_pitch(piece)
     fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * x_pitch <= way.kept_bytes
     x_slots = pieces if pieces <= 2 or fits else 2
-    tiles = 1 if x_slots == pieces else 2 if most <= 2 else stored.most_tiles_a_pass
+    tiles = stored.teams if x_slots == pieces else max(stored.teams, 2 if most <= 2 else stored.most_tiles_a_pass)
     around = stored.head_bytes + rows * x_slots * x_pitch + stored.x_scales(inputs)
     stage, tile_scales = TILE * (piece * stored.bits // 8 + _PAD), stored.tile_scales(inputs)
-    all_stages = min(_MOST_STAGES, most * pieces)
+    own, own_most = tiles // stored.teams, -(-most // stored.teams)
+    all_stages = min(_MOST_STAGES // stored.teams, own_most * pieces)
     for stages in range(all_stages, min(_LEAST_STAGES, all_stages) - 1, -1):
         # A slot is free again when all pieces that follow its tile's in the ring have been asked for.
-        slots = min((-(-stages // (tiles * pieces)) + 1) * tiles, most) if tile_scales else 0
-        used = around + stages * stage + slots * tile_scales
+        slots = min((-(-stages // (own * pieces)) + 1) * own, own_most) if tile_scales else 0
+        used = around + stored.teams * (stages * stage + slots * tile_scales)
         if used <= _SHARED_BYTES - way.room:
             return Plan(each, more, piece, pieces, stages, x_slots, slots, tiles, grid, used)
     return None

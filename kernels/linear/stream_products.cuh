@@ -4,12 +4,13 @@
 
 #pragma once
 
-// In shared memory, where groups of k have scales: those of a tile, and of x; the warp's first k in the piece, and how
-// many groups a row has.
-struct GroupScales {
-  const unsigned char* tile;
-  const float* x;
+// What a piece has in shared memory besides. Where groups of k have scales: those of a tile, and of x, the piece's first
+// k, and how many groups a row has. And where sums of x are subtracted, those of the two rows that a lane has sums of.
+struct OfPiece {
+  const unsigned char* scales;
+  const float* x_scales;
   int first, groups;
+  u32 x_sums[2];
 };
 
 #ifdef IN_FEW_BITS
@@ -30,9 +31,27 @@ static_assert(GROUP % SUMMED == 0 && STEP % SUMMED == 0 && SUMMED % (LOADED / 2)
 constexpr int SUMMED = STEP;
 #endif
 
-// What values are too large by, of all rows: the sum of x times it is subtracted from sums, and so are points.
+// Values that are lowered, and what sums are multiplied with for it; and the ones for sums of such x.
+#if defined(MXFP4)
+#define LOWERED FP4_LOWERED
+#elif defined(PACKED4) && !defined(FLOAT16)
+#define LOWERED NIBBLES_LOWERED
+#endif
+#ifdef LOWERED
+constexpr float SUMS_RAISED = 1 / (LOWERED * X_RAISED);
+#else
+#define LOWERED 1
+constexpr float SUMS_RAISED = 1;
+#endif
 #if defined(PACKED4) && !defined(FLOAT16)
-constexpr int LESS = NIBBLES_FROM + OFFSET;
+constexpr u32 ODD_ONES = twice(0x4180);    // 16
+#else
+constexpr u32 ODD_ONES = ONES;
+#endif
+
+// What values are too large by, of all rows: sums begin with it times the sum of x, less than nothing; and so with points.
+#if defined(PACKED4) && !defined(FLOAT16)
+constexpr int LESS = OFFSET;
 #elif defined(PACKED8)
 constexpr int LESS = OFFSET - 128;
 #else
@@ -40,8 +59,13 @@ constexpr int LESS = 0;
 #endif
 #ifdef POINTS
 constexpr bool SUBTRACTS = true;
+constexpr float X_SUMS = -LOWERED;    // of sums of x that are kept: the rest differs from group to group
 #else
 constexpr bool SUBTRACTS = LESS != 0;
+constexpr float X_SUMS = -LESS * LOWERED;
+#endif
+#if defined(IN_FOUR_BITS) || defined(PACKED8)
+#define PREPARES_X
 #endif
 
 // Two values of a word, as few_bits.cuh pairs them; those of NVFP4 times their scale.
@@ -53,22 +77,20 @@ __device__ __forceinline__ u32 values_of(u32 word, int i, u32 scale) {
 #elif defined(PACKED8)
   return elements_of_bytes<false>(word, i);
 #elif defined(MXFP4)
-  return elements_of_fp4(word, i);
+  return lowered_fp4(word, i);
 #elif defined(NVFP4)
   return scaled_fp4(word, i, scale);
 #elif defined(FLOAT16)
   return elements_of_nibbles(word, i, OFFSET);    // sums of what is 1024 too large would lose digits of float16
 #else
-  return raised_nibbles(word, i);
+  return lowered_nibbles(word, i);
 #endif
 }
 
 // A lane has words of w of rows lane / 4 and 8 below, and of x the k of these words in a row: so which k an mma takes
 // for which is not what its layout says, but the same for both. `scales`: of the words, if values have some.
 __device__ __forceinline__ void multiply_words(
-    float (&products)[2][4], float (&inputs)[2][4], u32 above, u32 below, u32 x_words, int half,
-    const u32 (&scales)[2]) {
-  const u32 ones[4] = {ONES, ONES, ONES, ONES};
+    float (&products)[2][4], u32 above, u32 below, u32 x_words, int half, const u32 (&scales)[2]) {
   u32 b[WORD / 2];
   load_words(b, x_words);
 #pragma unroll
@@ -78,19 +100,15 @@ __device__ __forceinline__ void multiply_words(
     // Two sums, so that not each mma waits for the last one; where each half is a group, there are others besides.
     const int to = WORD == 4 ? half : SUMMED > LOADED / 2 ? i / 2 : 0;
     multiply_add(products[to], a, b[i], b[i + 1]);
-    if (SUBTRACTS) multiply_add(inputs[to], ones, b[i], b[i + 1]);
   }
 }
 
-#ifdef IN_FP4
-// Two to the power that byte i has, less 127. That of 0 is no power, but too small to matter.
-__device__ __forceinline__ float power_of(u32 word, int i) {
-  return __uint_as_float((i < 3 ? word << (23 - 8 * i) : word >> 1) & 0x7f800000);
-}
-#else
+#ifndef IN_FP4
 __device__ __forceinline__ float scale_at(const unsigned char* scales, int index) {
 #if SCALE_BYTES == 4
   return ((const float*)scales)[index];
+#elif defined(SCALES_FLOAT16)
+  return widened_float16(((const u16*)scales)[index]);
 #else
   return widened(((const Element*)scales)[index]);
 #endif
@@ -98,45 +116,60 @@ __device__ __forceinline__ float scale_at(const unsigned char* scales, int index
 #endif
 // A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP.
 __device__ __forceinline__ void multiply_piece(
-    float (&sums)[2][4], u32 w_rows, u32 x_rows, int length, const GroupScales& of_tile) {
+    float (&sums)[2][4], u32 w_rows, u32 x_rows, int first, int length, const OfPiece& of) {
   const int lane = threadIdx.x % 32;
 #pragma unroll UNROLL
   for (int k = 0; k < length; k += TURN) {
     const u32 w_step = w_rows + k / 8 * BITS, x_step = x_rows + k * sizeof(Input);
-    // Of what is summed together: the scale of rows lane / 4 and 8 below, and what their values are too large by.
-    float scales[STEP / SUMMED][2], less[STEP / SUMMED][2];
+    // Of what is summed together: the scale of rows lane / 4 and 8 below, and what the lane's four sums begin with.
+    float scales[STEP / SUMMED][2], begin[STEP / SUMMED][4] = {};
 #pragma unroll
-    for (int i = 0; i < STEP / SUMMED; i++)
-      for (int j = 0; j < 2; j++) scales[i][j] = 1, less[i][j] = LESS;
+    for (int i = 0; i < STEP / SUMMED; i++) scales[i][0] = scales[i][1] = 1;
+    if (SUBTRACTS)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        u32 x_sums[STEP / SUMMED];
+        load_words(x_sums, of.x_sums[j] + (u32)(first + k) / SUMMED * 4);
+        for (int i = 0; i < STEP / SUMMED; i++) begin[i][j] = begin[i][2 + j] = __uint_as_float(x_sums[i]);
+      }
+#ifdef GROUP
+    const auto group_of = [&](int own) {    // of a k of the step; what changes from step to step is added
+      const u32 before = of.first + first + own;
+      return TURN % GROUP == 0 ? before / GROUP + (u32)k / GROUP : (before + k) / GROUP;
+    };
+    [[maybe_unused]] const u32 group = group_of(0);
+#endif
 #if defined(IN_FP4)
     u32 stored[2][STEP / GROUP / 4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
-      load_words(stored[j], shared_address(of_tile.tile) + (lane / 4 + 8 * j) * (of_tile.groups + SCALE_PAD) +
-                                (of_tile.first + k) / GROUP);
+      load_words(stored[j], shared_address(of.scales) + (lane / 4 + 8 * j) * (of.groups + SCALE_PAD) + group);
 #ifdef MXFP4
 #pragma unroll
     for (int i = 0; i < STEP / SUMMED; i++)
-      for (int j = 0; j < 2; j++) scales[i][j] = power_of(stored[j][i / 4], i % 4);
+      for (int j = 0; j < 2; j++) scales[i][j] = power_of(stored[j][i / 4] >> i % 4 * 8 & 255);
 #endif
 #elif defined(GROUP)
 #pragma unroll
     for (int i = 0; i < STEP / SUMMED; i++) {
-      const int group = (of_tile.first + k + i * SUMMED) / GROUP;
+      const u32 own = group_of(i * SUMMED);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int row = lane / 4 + 8 * j;
         scales[i][j] = j && SCALE_ROWS == 1 ? scales[i][0]
-                                            : scale_at(of_tile.tile, row % SCALE_ROWS * of_tile.groups + group);
+                                            : scale_at(of.scales, row % SCALE_ROWS * of.groups + own);
 #ifdef POINTS
-        const u32* points = (const u32*)(of_tile.tile + SCALE_ROWS * SCALE_BYTES * of_tile.groups);
-        const u32 word = points[row / WORD * of_tile.groups + group];
-        less[i][j] += (int)(word >> row % WORD * BITS & ((1 << BITS) - 1));
+        const u32* points = (const u32*)(of.scales + SCALE_ROWS * SCALE_BYTES * of.groups);
+        const u32 word = points[row / WORD * of.groups + own];
+        const float less = LESS + (int)(word >> row % WORD * BITS & ((1 << BITS) - 1));
+        begin[i][2 * j] *= less, begin[i][2 * j + 1] *= less;
 #endif
       }
     }
 #endif
-    float own[2][4] = {}, inputs[2][4] = {}, (&products)[2][4] = ARE_WHOLE ? sums : own;
+    float own[2][4] = {}, (&products)[2][4] = ARE_WHOLE ? sums : own;
+    if (SUBTRACTS)
+      for (int j = 0; j < 4; j++) own[0][j] = begin[0][j];
 #pragma unroll
     for (int i = 0; i < STEP; i += LOADED) {
       u32 words[4];
@@ -155,61 +188,104 @@ __device__ __forceinline__ void multiply_piece(
                           float16_of_float8(below, 1)};
         multiply_add_float16(products[half], a, float16_of_float8(word, 0), float16_of_float8(word, 1));
 #elif defined(NVFP4)    // two of the lanes that share a row have words of one group, two of the next
-        const int group = at / GROUP % 4 + lane % 4 / 2;
-        multiply_words(products, inputs, above, below, x_step + at * sizeof(Input), half,
-                       {fp4_scale_of_float8(stored[0][at / GROUP / 4], group),
-                        fp4_scale_of_float8(stored[1][at / GROUP / 4], group)});
+        const int byte = at / GROUP % 4 + lane % 4 / 2;
+        multiply_words(products, above, below, x_step + at * sizeof(Input), half,
+                       {fp4_scale_of_float8(stored[0][at / GROUP / 4], byte),
+                        fp4_scale_of_float8(stored[1][at / GROUP / 4], byte)});
 #else
-        multiply_words(products, inputs, above, below, x_step + at * sizeof(Input), half, {});
+        multiply_words(products, above, below, x_step + at * sizeof(Input), half, {});
 #endif
         if (ARE_WHOLE || done % SUMMED != 0) continue;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          float sum = products[0][j], of_inputs = inputs[0][j % 2], scale = scales[done / SUMMED - 1][j / 2];
-          if (SUMMED > LOADED / 2) sum += products[1][j], of_inputs += inputs[1][j % 2];
-          if (SUBTRACTS) sum -= of_inputs * less[done / SUMMED - 1][j / 2];
+          float sum = products[0][j], scale = scales[done / SUMMED - 1][j / 2];
+          if (SUMMED > LOADED / 2) sum += products[1][j];
 #if defined(GROUP) && defined(X_FLOAT8)
           const int m = lane % 4 * 2 + j % 2;
-          scale *= of_tile.x[m * of_tile.groups + (of_tile.first + k) / GROUP];
+          scale *= of.x_scales[m * of.groups + group];
 #endif
           sums[0][j] += sum * scale;
         }
 #pragma unroll
-        for (int j = 0; j < 4; j++) products[0][j] = products[1][j] = inputs[0][j] = inputs[1][j] = 0;
+        for (int j = 0; j < 4; j++) products[0][j] = begin[done / SUMMED % (STEP / SUMMED)][j], products[1][j] = 0;
       }
     }
   }
 }
 
-#ifdef IN_FOUR_BITS
+#ifdef PREPARES_X
 
-// Once for each piece of x that has come: of eight neighbours i and i + 4 become pairs, as those of a word of w do. A
-// warp orders what it alone reads, its STEP of each run of TURN.
-__device__ __forceinline__ void order_x(u32 x_step, int rows, int x_pitch, int length) {
-  constexpr int EACH = STEP / WORD;
+// Bytes behind a row of a piece of x: its sums of SUMMED each.
+__device__ __forceinline__ int bytes_of_x_sums(int piece) {
+  return SUBTRACTS ? (piece / SUMMED * 4 + 127) / 128 * 128 : 0;
+}
+
+// Once for each piece of x that has come: a warp prepares its STEP of each run. Of four bits pairs are made of eight
+// neighbours, i and i + 4, as those of a word of w are. Where sums begin with sums of x, these are made, too.
+__device__ __forceinline__ void prepare_x(u32 x_piece, int rows, int x_pitch, int piece, int length) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int k = 0; k < length; k += TURN)
-#pragma unroll 2
-    for (int i = threadIdx.x % 32; i < rows * EACH; i += 32) {
-      const u32 at = x_step + i / EACH * x_pitch + (k + i % EACH * WORD) * sizeof(Input);
-      u32 x[4];
+  for (int k = warp * STEP; k < length; k += WARPS * STEP) {
+#ifdef IN_FOUR_BITS
+    constexpr int EACH = STEP / WORD;
+#pragma unroll 4
+    for (int i = lane; i < rows * EACH; i += 32) {
+      const u32 at = x_piece + i / EACH * x_pitch + (k + i % EACH * WORD) * sizeof(Input);
+      u32 x[4], pairs[4];
       load_words(x, at);
-      const auto pair = [](u32 first, u32 second, bool upper) {
-        return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
-      };
-      store_words(at, pair(x[0], x[2], false), pair(x[0], x[2], true), pair(x[1], x[3], false), pair(x[1], x[3], true));
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        pairs[j] = __byte_perm(x[j / 2], x[j / 2 + 2], j % 2 ? 0x7632 : 0x5410);
+#if defined(MXFP4)
+        pairs[j] = raised_x(pairs[j]);
+#elif defined(PACKED4) && !defined(FLOAT16)
+        pairs[j] = raised_x_of_nibbles(pairs[j], j);
+#endif
+      }
+      store_words(at, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
+    __syncwarp();
+#endif
+    if (SUBTRACTS) {    // a product with ones, whose rows are equal
+      const u32 x_row = x_piece + min(lane / 4, rows - 1) * x_pitch + lane % 4 * WORD * sizeof(Input);
+#pragma unroll
+      for (int part = k; part < k + STEP; part += SUMMED) {
+        float sums[4] = {};
+#pragma unroll
+        for (int at = part; at < part + SUMMED; at += LOADED / 2) {
+          u32 b[WORD / 2];
+          load_words(b, x_row + at * sizeof(Input));
+#pragma unroll
+          for (int i = 0; i < WORD / 2; i += 2) multiply_add(sums, {ONES, ONES, ODD_ONES, ODD_ONES}, b[i], b[i + 1]);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+          if (lane * 2 + j < rows)
+            store_shared(x_piece + (lane * 2 + j) * x_pitch + piece * sizeof(Input) + X_PAD + part / SUMMED * 4,
+                         sums[j] * X_SUMS);
+      }
+    }
+  }
   fence_before_copies();
   __syncwarp();
+  sync_multiplying_warps();
 }
+
+#else
+
+__device__ __forceinline__ constexpr int bytes_of_x_sums(int) { return 0; }
 
 #endif
 
 #else
 
+constexpr float SUMS_RAISED = 1;
+
+__device__ __forceinline__ constexpr int bytes_of_x_sums(int) { return 0; }
+
 // A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP.
 __device__ __forceinline__ void multiply_piece(
-    float (&sums)[2][4], u32 w_rows, u32 x_rows, int length, const GroupScales&) {
+    float (&sums)[2][4], u32 w_rows, u32 x_rows, int, int length, const OfPiece&) {
 #pragma unroll UNROLL
   for (int k = 0; k < length; k += TURN) {
     u32 a[4], b[4];

@@ -1,7 +1,7 @@
 // stream_experts: y[pair, n] = sum over k of x[pair, k] * w[expert of the pair, n, k], for pairs of few tokens and their
 // experts, as fast as memory gives the weights of the experts that have any.
 //
-// The weights lie as a checkpoint has them, w[experts, ROWS, SIZE_K] in few bits. Each CTA puts the pairs into the order
+// The weights lie as a checkpoint has them, w[experts, ROWS, SIZE_K] in four bits. Each CTA puts the pairs into the order
 // of experts, of which up to COLUMNS of an expert are an item, and 16 rows of its weight a tile; and the CTAs, one to an
 // SM, share the tiles of all items out in runs. In a CTA
 //
@@ -38,14 +38,14 @@
 //
 //   FP4              with scales[experts, ROWS, SIZE_K / GROUP] of a byte, E8M0, or with FLOAT8_SCALES float8; GROUP is
 //                    32 or 16, and a row's scales are an even number
-//   PACKED4          eight neighbours in an int32, the first in the lowest bits; ZERO is subtracted
-//   FLOAT8           float8_e4m3fn
+//   PACKED4          eight neighbours in an int32, the first in the lowest bits; ZERO is subtracted; with
+//                    scales[experts, ROWS, SIZE_K / GROUP] of SCALE_BYTES: 4 for float32, 2 for the type of x. GROUP is a
+//                    multiple of STEP; without it a row has one scale
 //
-// with, of the last two, scales[experts, ROWS / SCALED_ROWS, SIZE_K / GROUP] of SCALE_BYTES: 4 for float32, 2 for the type
-// of x. GROUP is a multiple of STEP; without it a row has one scale. And of each format
+// and of both
 //
 //   WHOLE=n          sums are multiplied with whole[experts, n], float32, n being 1 or ROWS, or DIVIDED by it
-//   STEP=n           k that a warp takes at a time: a multiple of 32, or of 16 for FLOAT8
+//   STEP=n           k that a warp takes at a time: a multiple of 32
 //
 // A row of a piece is a multiple of 16 bytes and of STEP k. x lies in row-major order, aligned to 16 bytes.
 
@@ -62,11 +62,6 @@ static_assert(MOST_PAIRS <= THREADS, "a thread has a pair");
 constexpr int BUFFERS = 2;            // tiles whose sums are in shared memory
 constexpr int CHAINS = 2 / EIGHTS;    // sums of a warp for the same result: an mma need not wait for the one before it
 
-#ifdef FLOAT8
-constexpr int BITS = 8;               // of a weight
-#else
-constexpr int BITS = 4;
-#endif
 #ifdef GATED
 constexpr int HALVES = 2;             // rows 0 to 7 of a tile are gates, rows 8 to 15 values
 #else
@@ -76,13 +71,22 @@ constexpr int ROWS = HALVES * SIZE_N;
 constexpr int TILE_N = TILE / HALVES; // columns of y that a tile makes
 constexpr int TILES = (SIZE_N + TILE_N - 1) / TILE_N;    // of an expert
 
-constexpr int WORD = 32 / BITS;       // k of a word
+constexpr int WORD = 8;               // k of a word
 constexpr int UNIT = 4 * WORD;        // k that lie in 16 bytes of a row, which ldmatrix gives to four lanes
+#if defined(FP4) && !defined(FLOAT8_SCALES)    // in float32 they are multiplied with sums
+constexpr bool SCALES_ARE_POWERS = true;
+static_assert(GROUP == UNIT, "a scale for what a word of each of four lanes has");
+#else
+constexpr bool SCALES_ARE_POWERS = false;
+#endif
 constexpr int UNITS = STEP / UNIT;
 constexpr int PIECE = SIZE_K / PIECES;
 constexpr int STEPS = PIECE / STEP, EACH = (STEPS + WARPS - 1) / WARPS;    // of a piece, and at most of a warp's
-constexpr int ROW_BYTES = SIZE_K / 8 * BITS, PIECE_BYTES = PIECE / 8 * BITS;
-constexpr int PITCH = PIECE_BYTES + (PIECE_BYTES % 32 ? 0 : 16);    // so that ldmatrix finds its 8 rows in different banks
+constexpr int ROW_BYTES = SIZE_K / 2, PIECE_BYTES = PIECE / 2;
+// Whole rows may lie in shared memory as they do in memory, if no more than two of the 8 that ldmatrix reads are in the
+// same banks: 8 rows are one copy then. A thread asks for one in 100 cycles, which is too few of less than 2 KiB.
+constexpr bool TOGETHER = PIECES == 1 && ROW_BYTES / 16 % 4 != 0;
+constexpr int PITCH = PIECE_BYTES + (TOGETHER || PIECE_BYTES % 32 ? 0 : 16);    // else all 8 are in different banks
 #ifdef FP4
 constexpr int ROW_SCALES = SIZE_K / GROUP;    // which come with a piece: those of the whole row
 #else
@@ -229,11 +233,12 @@ __device__ __forceinline__ void copy_weights(
         const unsigned char* from = weights + begin * ROW_BYTES + piece * PIECE_BYTES;
         if (ROW_SCALES) copy_once(ring + place.at * STAGE_BYTES + TILE * PITCH + eight * 8 * ROW_SCALES,
                                   scales + begin * ROW_SCALES, 8 * ROW_SCALES, barrier, policy);
+        constexpr int AT_ONCE = TOGETHER ? 8 : 1;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-          copy_once(to, from, PIECE_BYTES, barrier, policy);
-          to += PITCH;
-          from += ROW_BYTES;
+        for (int i = 0; i < 8 / AT_ONCE; i++) {
+          copy_once(to, from, PIECE_BYTES * AT_ONCE, barrier, policy);
+          to += PITCH * AT_ONCE;
+          from += ROW_BYTES * AT_ONCE;
         }
       }
       place.advance(STAGES);
@@ -259,12 +264,10 @@ __device__ __forceinline__ void load_inputs(Inputs& inputs, int eight, const Ele
       Neighbours found = {};
       if (is_row && step < STEPS)
         found = *(const Neighbours*)(x + i / EACH * PIECE + step * STEP + unit * UNIT + lane % 4 * WORD);
-      for (int j = 0; j < WORD / 2; j++)
-#if defined(FLOAT8)
-        inputs[i][unit][eight][j] = found.words[j];
-#else    // nibbles j and j + 4 are a pair
-        inputs[i][unit][eight][j] = __byte_perm(found.words[j / 2], found.words[j / 2 + 2], j % 2 ? 0x7632 : 0x5410);
-#endif
+      for (int j = 0; j < WORD / 2; j++) {    // nibbles j and j + 4 are a pair
+        const u32 pair = __byte_perm(found.words[j / 2], found.words[j / 2 + 2], j % 2 ? 0x7632 : 0x5410);
+        inputs[i][unit][eight][j] = SCALES_ARE_POWERS ? raised_x(pair) : pair;
+      }
     }
   }
 }
@@ -275,9 +278,9 @@ __device__ __forceinline__ void multiply_unit(
     int unit) {
 #pragma unroll
   for (int i = 0; i < WORD / 4; i++) {
-#if defined(FLOAT8)
-    const u32 a[4] = {elements_of_float8(above, 0), elements_of_float8(below, 0), elements_of_float8(above, 1),
-                      elements_of_float8(below, 1)};
+#if defined(FP4) && !defined(FLOAT8_SCALES)
+    const u32 a[4] = {lowered_fp4(above, 2 * i), lowered_fp4(below, 2 * i), lowered_fp4(above, 2 * i + 1),
+                      lowered_fp4(below, 2 * i + 1)};
 #elif defined(FP4)
     const u32 a[4] = {scaled_fp4(above, 2 * i, scale_above), scaled_fp4(below, 2 * i, scale_below),
                       scaled_fp4(above, 2 * i + 1, scale_above), scaled_fp4(below, 2 * i + 1, scale_below)};
@@ -318,8 +321,8 @@ __device__ __forceinline__ void load_scales(
     const int step = i * WARPS + threadIdx.x / 32;
     if ((i + 1) * WARPS > STEPS && step >= STEPS) break;
     const int group = (piece * PIECE + step * STEP) / GROUP;
-    made[i][0] = scale_at(scales, row_above / SCALED_ROWS * GROUPS + group);
-    made[i][1] = scale_at(scales, row_below / SCALED_ROWS * GROUPS + group);
+    made[i][0] = scale_at(scales, row_above * GROUPS + group);
+    made[i][1] = scale_at(scales, row_below * GROUPS + group);
   }
 }
 
@@ -339,11 +342,14 @@ __device__ __forceinline__ void multiply_piece(
     if ((i + 1) * WARPS > STEPS && i * WARPS + threadIdx.x / 32 >= STEPS) break;
 #if !defined(FP4) && defined(GROUP)
     Products part = {};
-#else
-    Products& part = sums;
 #endif
 #pragma unroll
     for (int unit = 0; unit < UNITS; unit++) {
+#if defined(FP4) && !defined(FLOAT8_SCALES)    // a unit is a group
+      Products part = {};
+#elif defined(FP4) || !defined(GROUP)
+      Products& part = sums;
+#endif
       u32 words[2], above = 0, below = 0;
       load_two_matrices(words, rows + (i * WARPS * UNITS + unit) * 16);
 #ifdef FP4
@@ -352,11 +358,14 @@ __device__ __forceinline__ void multiply_piece(
       const u32 byte_above = scales[at], byte_below = scales[at + 8 * ROW_SCALES];
 #ifdef FLOAT8_SCALES
       above = fp4_scale_of_float8(byte_above, 0), below = fp4_scale_of_float8(byte_below, 0);
-#else
-      above = fp4_scale_of_power(byte_above, 0), below = fp4_scale_of_power(byte_below, 0);
 #endif
 #endif
       multiply_unit(part, words[0], words[1], inputs[piece * EACH + i][unit], above, below, unit);
+#if defined(FP4) && !defined(FLOAT8_SCALES)
+#pragma unroll
+      for (int j = 0; j < 4 * EIGHTS; j++)
+        sums[j / 4][0][j % 4] += total(part[j / 4], j % 4) * power_of(j % 4 < 2 ? byte_above : byte_below);
+#endif
     }
 #if !defined(FP4) && defined(GROUP)
 #pragma unroll
@@ -398,7 +407,7 @@ __device__ __forceinline__ void multiply(
     for (int piece = 0; piece < PIECES; piece++) {
 #if !defined(FP4) && defined(GROUP)
       const i64 row = tile % TILES * TILE_N + lane / 4, below = row + (HALVES == 2 ? SIZE_N : 8);
-      const i64 begin = (i64)head.items[item].expert * ((ROWS + SCALED_ROWS - 1) / SCALED_ROWS) * (SIZE_K / GROUP);
+      const i64 begin = (i64)head.items[item].expert * ROWS * (SIZE_K / GROUP);
       GroupScales group_scales;
       load_scales(group_scales, scales + begin * SCALE_BYTES, row, below < ROWS ? below : row, piece);
 #endif
@@ -425,10 +434,12 @@ __device__ __forceinline__ void multiply(
 // What a sum is multiplied with: scales of the row that is the `row`th of all experts', for which no k counts.
 __device__ __forceinline__ float factor_of(const unsigned char* scales, const float* whole, i64 expert, int row) {
   float factor = 1.0f;
-#ifdef FP4
+#if defined(FP4) && !defined(FLOAT8_SCALES)
+  factor = 1 / (FP4_LOWERED * X_RAISED);
+#elif defined(FP4)
   factor = FP4_SUMS;
 #elif !defined(GROUP)
-  factor = scale_at(scales, expert * ((ROWS + SCALED_ROWS - 1) / SCALED_ROWS) + row / SCALED_ROWS);
+  factor = scale_at(scales, expert * ROWS + row);
 #endif
 #ifdef WHOLE
   const float all = whole[WHOLE == 1 ? expert : expert * ROWS + row];

@@ -1,4 +1,4 @@
-"""The weight stream over experts in few bits, for few tokens: which it takes, and its launches. No torch and no triton
+"""The weight stream over experts in four bits, for few tokens: which it takes, and its launches. No torch and no triton
 here.
 
 `stream.cu` describes it. Between its two launches are the activated rows of all pairs; a sum in Triton follows.
@@ -33,8 +33,6 @@ _MOST_ZERO = 100
 """What is subtracted from values of four bits, which are made in bfloat16's range of whole numbers from 128 to 256."""
 _FP4 = {"mxfp4": 32, "nvfp4": 16, "nvfp4_divided": 16}
 """Values that share a scale."""
-_FASTER = (*_FP4, "packed4")
-"""Formats of which it was measured to be faster than Triton. Of fp8 it isn't, by 4 to 7 % of up to 8 tokens."""
 Constants = dict[str, int | float | bool | str]
 
 
@@ -69,27 +67,26 @@ class Way(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """How a weight is stored: bits of a value, and columns that share a scale, None for all; scales of `row_scales`
-    bytes are copied with a row."""
+    """How a weight is stored: columns that share a scale, None for all; scales of `row_scales` bytes are copied with a
+    row."""
 
-    bits: int
     group: int | None
     row_scales: int
     constants: Constants
 
 
-def way_of(bits: int, group: int | None, row_scales: int, size_k: int, few: Few = FEW) -> Way | None:
+def way_of(group: int | None, row_scales: int, size_k: int, few: Few = FEW) -> Way | None:
     """The longest pieces of which four fit into shared memory; None if there are none."""
     room = _SHARED_BYTES - few.head_bytes
-    steps = (32,) if row_scales else (64, 32) if bits == 4 else (64, 32, 16)
+    steps = (32,) if row_scales else (64, 32)
     found = []
     for pieces in range(1, _MOST_PIECES + 1):
         piece = size_k // pieces
-        piece_bytes = piece * bits // 8
+        piece_bytes = piece // 2
         if size_k % pieces or piece_bytes % _ALIGNED:
             continue
         fitting = [step for step in steps if piece % step == 0 and (group is None or row_scales or group % step == 0)]
-        stage_bytes = _TILE * (piece_bytes + (0 if piece_bytes % 32 else 16) + row_scales)
+        stage_bytes = _TILE * (_pitch(piece_bytes, is_whole=pieces == 1) + row_scales)
         stages = min(room // stage_bytes, _MOST_STAGES)
         for step in fitting:
             inputs = pieces * -(-piece // step // _WARPS) * step
@@ -97,6 +94,12 @@ def way_of(bits: int, group: int | None, row_scales: int, size_k: int, few: Few 
                 way = Way(step, pieces, stages, few.head_bytes + stages * stage_bytes)
                 found.append((pieces, inputs, -step, way))
     return min(found)[-1] if found else None
+
+
+def _pitch(piece_bytes: int, *, is_whole: bool) -> int:
+    """Bytes from a row of a piece to the next one in shared memory, as `stream.cu` says."""
+    is_together = is_whole and piece_bytes // 16 % 4 != 0
+    return piece_bytes + (0 if is_together or piece_bytes % 32 else 16)
 
 
 def _stored(use: Use, name: str, size_k: int) -> _Stored | None:
@@ -110,16 +113,13 @@ def _stored(use: Use, name: str, size_k: int) -> _Stored | None:
         count = size_k // each
         if size_k % each or count % 2 or scales != ("float8_e4m3fn" if is_float8 else "uint8"):
             return None
-        return _Stored(4, each, count, {"FP4": True, "GROUP": each, "FLOAT8_SCALES": is_float8})
-    if format not in ("packed4", "fp8") or scales not in ("float32", "bfloat16") or not 0 <= offset <= _MOST_ZERO:
+        return _Stored(each, count, {"FP4": True, "GROUP": each, "FLOAT8_SCALES": is_float8})
+    if format != "packed4" or scales not in ("float32", "bfloat16") or not 0 <= offset <= _MOST_ZERO:
         return None
-    rows, columns = launches.shared_by(use, name, size_k)
-    if columns < size_k and size_k % columns:
-        return None
-    kind: Constants = {"PACKED4": True, "ZERO": offset} if format == "packed4" else {"FLOAT8": True}
+    _, columns = launches.shared_by(use, name, size_k)
     group = columns if columns < size_k else None
-    kind |= {"SCALED_ROWS": rows, "SCALE_BYTES": 4 if scales == "float32" else 2} | ({"GROUP": group} if group else {})
-    return _Stored(4 if format == "packed4" else 8, group, 0, kind)
+    kind: Constants = {"PACKED4": True, "ZERO": offset, "SCALE_BYTES": 4 if scales == "float32" else 2}
+    return _Stored(group, 0, kind | ({"GROUP": group} if group else {}))
 
 
 def _whole(use: Use, name: str) -> Constants | None:
@@ -141,7 +141,7 @@ def _product(use: Use, name: str, few: Few) -> tuple[Way, Constants] | None:
     stored, whole = _stored(use, name, size_k), _whole(use, name)
     if stored is None or whole is None or size_n % 8:
         return None
-    way = way_of(stored.bits, stored.group, stored.row_scales, size_k, few)
+    way = way_of(stored.group, stored.row_scales, size_k, few)
     if way is None:
         return None
     constants = stored.constants | whole | {"STEP": way.step, "PIECES": way.pieces, "STAGES": way.stages}
@@ -150,11 +150,6 @@ def _product(use: Use, name: str, few: Few) -> tuple[Way, Constants] | None:
 
 
 def is_taken(use: Use, few: Few) -> bool:
-    """Whether it is faster than Triton, and can be computed."""
-    return use.constant("format") in _FASTER and fits(use, few)
-
-
-def fits(use: Use, few: Few) -> bool:
     """Whether both weights are stored in a way that the stream can take, and there are few enough pairs."""
     sizes = launches.sizes_of(use)
     if sizes is None or sizes.top_k * few.tokens > few.pairs or rounding_of(use) != "none":

@@ -45,16 +45,15 @@ _ALIGNED = 16
 """Bytes of which a row's scales of groups are a multiple."""
 _WAYS: dict[int, dict[int, tuple[Way, ...]]] = {
     2: {
-        8: (Way(piece=4096, kept_bytes=36 << 10, kept_from=3),),
-        4: (Way(piece=4096, kept_bytes=36 << 10, kept_from=3), Way(piece=2048, kept_bytes=36 << 10, kept_from=3)),
+        8: tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (2048, 1024)),
+        4: tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (4096, 2048, 1024)),
     },
     MAX_ROWS: {
-        8: (Way(piece=2048, kept_bytes=72 << 10),),
-        4: (Way(piece=4096, kept_bytes=72 << 10), Way(piece=2048, kept_bytes=72 << 10)),
+        8: tuple(Way(piece, kept_bytes=72 << 10) for piece in (2048, 1024)),
+        4: tuple(Way(piece, kept_bytes=72 << 10) for piece in (4096, 2048, 1024)),
     },
 }
-"""By the most rows, and by a weight's bits: the first with which the ring has `_ENOUGH_STAGES`, or the most."""
-_ENOUGH_STAGES = 3
+"""By the most rows, and by a weight's bits: the first for which there is room."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -73,7 +72,7 @@ def _lies(use: Use) -> _Lies | None:
         return None
     is_rounded, bits = activation not in (None, "none"), _FORMATS[format].bits
     scales, offset = use.operands["scales"].type, use.constant("zero_offset") or 0
-    if scales.dtype not in ((_SCALES[format],) if format in _SCALES else ("float32", use.dtype)):
+    if scales.dtype not in ((_SCALES[format],) if format in _SCALES else ("float32", "float16", use.dtype)):
         return None
     if use.has("global_scale") and use.operands["global_scale"].type.dtype not in ("float32", use.dtype):
         return None
@@ -98,7 +97,16 @@ def _lies(use: Use) -> _Lies | None:
     of_tile = group is not None and sizes.rows > 1
     width = element_bytes(scales.dtype)
     stored = Stored(bits, 1 if is_rounded else 2, step, group, width, of_tile, use.has("zeros"))
+    if _subtracts(use, offset):
+        stored = stored._replace(summed=min(group or step, step))
     return _Lies(stored, sizes.rows, offset)
+
+
+def _subtracts(use: Use, offset: int) -> bool:
+    """Whether what values are too large by is subtracted from their sums: times those of x."""
+    format = use.constant("format")
+    made_exactly = offset == _BYTES_OFFSET if format == "packed8" else use.dtype == "float16" or offset == 0
+    return format in _MOST_OFFSET and (use.has("zeros") or not made_exactly)
 
 
 def _step(format: str, bits: int, inputs: int, group: int | None) -> int | None:
@@ -142,8 +150,7 @@ def _plan(use: Use, most: int) -> Plan | None:
         return None
     stored = lies.stored
     found = (plan_that_fits(way, most, sizes.outputs, sizes.inputs, stored=stored) for way in _WAYS[most][stored.bits])
-    plans = [plan for plan in found if plan is not None]
-    return max(plans, key=lambda plan: min(plan.stages, _ENOUGH_STAGES), default=None)
+    return next((plan for plan in found if plan is not None), None)
 
 
 def _launches(use: Use, most: int) -> tuple[Launch, ...]:
@@ -159,8 +166,10 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         input = launches.input_of(use), sizes.inputs, 1
     constants: dict[str, int | float | bool | str] = {
         "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "PASS": plan.tiles_a_pass, "STEP": stored.step,
+        "TEAMS": stored.teams,
         "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
         "GROUP": False if stored.group is None else stored.group,
+        "SCALES_FLOAT16": use.operands["scales"].type.dtype == "float16" != use.dtype,
     }  # fmt: skip
     format = str(use.constant("format"))
     constants |= {_FORMATS[format].define: True, "POINTS": stored.points}

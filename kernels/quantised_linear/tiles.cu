@@ -40,7 +40,7 @@
 // with scales that are
 //   GROUP=n          those of n neighbours in a row, scales[outputs / SCALED_ROWS, inputs / n]; without it one a row
 //   SCALED_ROWS=n    so many rows have the same scales
-//   SCALE=k          stored as: 0 element, 1 float32, 2 float8_e4m3fn, 3 float8_e8m0fnu
+//   SCALE=k          stored as: 0 element, 1 float32, 2 float8_e4m3fn, 3 float8_e8m0fnu, 4 float16
 //   STEPS            sums of 128 k are multiplied by scales; without it values are, if there are groups
 //   GLOBAL=n         sums are multiplied by global_scale[n > 1 ? outputs : 1], float32
 //   DIVIDES          or divided
@@ -159,6 +159,8 @@ __device__ __forceinline__ void multiply(float* d, const u32 (&a)[4], u64 x, int
 typedef Element Scale;
 #elif SCALE == 1
 typedef float Scale;
+#elif SCALE == 4
+typedef u16 Scale;
 #else
 typedef unsigned char Scale;
 #endif
@@ -211,6 +213,8 @@ __device__ __forceinline__ float as_float(Scale scale) {
   return widened(scale);
 #elif SCALE == 1
   return scale;
+#elif SCALE == 4
+  return widened_float16(scale);
 #else
   return 1.0f;
 #endif

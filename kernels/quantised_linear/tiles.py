@@ -37,7 +37,7 @@ _FORMATS = {
     "fp8": ("FLOAT8", 8), "int8": ("INT8", 8), "packed8": ("INT8", 8),
 }  # fmt: skip
 """How the kernel calls a format, and bits of a value."""
-_ELEMENT, _FLOAT32, _E4M3, _E8M0 = range(4)
+_ELEMENT, _FLOAT32, _E4M3, _E8M0, _FLOAT16 = range(5)
 _MOST_TAKEN = 112
 """What is subtracted from values of four bits besides a point: bfloat16 holds whole numbers from 128 to 256."""
 _MIDDLE = 128
@@ -75,11 +75,11 @@ def _lies(use: Use) -> _Lies | None:
         return None
     if kind == "FP4":
         return _Lies(kind, bits, _E8M0 if format == "mxfp4" else _E4M3, sizes.group, 1, False, 0)
-    if scales not in ("float32", use.dtype):
+    if scales not in ("float32", "float16", use.dtype):
         return None
-    stored = _ELEMENT if scales == use.dtype else _FLOAT32
+    stored = _ELEMENT if scales == use.dtype else _FLOAT32 if scales == "float32" else _FLOAT16
     group = sizes.group if sizes.num_groups > 1 or use.has("zeros") else None
-    in_steps = group is not None and stored == _FLOAT32
+    in_steps = group is not None and stored != _ELEMENT
     least = _WINDOW if in_steps or (bits == 8 and use.has("zeros")) else 32 if bits == 4 else 16
     if group is not None and (sizes.inputs % group or group % least):
         return None

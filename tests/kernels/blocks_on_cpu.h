@@ -24,6 +24,7 @@
 
 typedef unsigned long long u64;
 typedef long long i64;
+using std::max;
 using std::min;
 
 struct Index { unsigned x, y; };
@@ -39,6 +40,14 @@ inline void __syncthreads() { of_block.arrive_and_wait(); }
 inline void __syncwarp() { of_warp[warp_of()].arrive_and_wait(); }
 inline void sync_multiplying_warps() { of_multiplying_warps.arrive_and_wait(); }
 inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
+inline float given_floats[32][32];
+inline float __shfl_xor_sync(u32, float value, int other) {
+  given_floats[warp_of()][lane_of()] = value;
+  __syncwarp();
+  const float found = given_floats[warp_of()][lane_of() ^ other];
+  __syncwarp();
+  return found;
+}
 inline float __expf(float a) { return expf(a); }
 inline u32 shared_address(const void* at) { return (u32)((const char*)at - (const char*)shared); }
 inline unsigned char* at(u32 address) { return shared + (int)address; }
@@ -64,16 +73,31 @@ inline void change(u32 barrier, int arrivals, i64 bytes) {
 }
 inline void barrier_arrive(u32 barrier) { change(barrier, 1, 0); }
 inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
+
+// Copies that have been asked for: they end in any order, while threads wait.
+struct Copy { u32 to; const void* from; u32 bytes, barrier; };
+inline std::vector<Copy> on_their_way;
+inline void end_a_copy() {
+  static std::minstd_rand chance(1);
+  if (on_their_way.empty()) return;
+  std::swap(on_their_way[chance() / 64 % on_their_way.size()], on_their_way.back());
+  const Copy ends = on_their_way.back();
+  on_their_way.pop_back();
+  memcpy(at(ends.to), ends.from, ends.bytes);
+  change(ends.barrier, 0, -(i64)ends.bytes);
+}
 inline void barrier_wait(u32 barrier, u32 parity) {
-  while (barriers.at(barrier).phase == parity) fibers::let_others_run();
+  while (barriers.at(barrier).phase == parity) {
+    end_a_copy();
+    fibers::let_others_run();
+  }
 }
 
 inline bool elected() { return lane_of() == 0; }
 inline u64 read_once_policy() { return 0; }
 inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
-  memcpy(at(to), from, bytes);
-  change(barrier, 0, -(i64)bytes);
+  on_their_way.push_back({to, from, bytes, barrier});
 }
 inline void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64) {
   copy(to, from, bytes, barrier);

@@ -32,12 +32,10 @@ static Element* drawn(size_t count, float scale) {
   return made;
 }
 
-static unsigned char* drawn_bytes(size_t count, int least, int most, int but = -1) {
+static unsigned char* drawn_bytes(size_t count, int least, int most) {
   unsigned char* made = at_the_end<unsigned char>(count, ALIGNED);
   std::uniform_int_distribution<int> uniform(least, most);
-  for (size_t i = 0; i < count; i++)
-    do made[i] = uniform(generator);
-    while (but >= 0 && (made[i] & 127) == but);
+  for (size_t i = 0; i < count; i++) made[i] = uniform(generator);
   return made;
 }
 
@@ -66,13 +64,9 @@ int main(int, char** given) {
   CHECK(shared_bytes <= 227 << 10);
   const size_t rows = (size_t)EXPERTS * ROWS;
   const float size = 1 / sqrtf(SIZE_K);
-#ifdef FLOAT8
-  const unsigned char* weights = drawn_bytes(rows * ROW_BYTES, 0, 255, 127);
-#else
   const unsigned char* weights = drawn_bytes(rows * ROW_BYTES, 0, 255);
-#endif
-#if defined(FP4)
-  constexpr int groups = SIZE_K / GROUP, shared_rows = 1;
+#ifdef FP4
+  constexpr int groups = SIZE_K / GROUP;
 #ifdef FLOAT8_SCALES
   const unsigned char* scales = drawn_bytes(rows * groups, 0, 40);    // with the smallest
 #else
@@ -86,18 +80,16 @@ int main(int, char** given) {
 #endif
   };
 #else
-  constexpr int shared_rows = SCALED_ROWS;
 #ifdef GROUP
   constexpr int groups = SIZE_K / GROUP;
 #else
   constexpr int groups = 1;
 #endif
-  const size_t count = (size_t)EXPERTS * ((ROWS + shared_rows - 1) / shared_rows) * groups;
 #if SCALE_BYTES == 4
-  const float* scales = drawn_scales(count, size / (BITS == 8 ? 120 : 4));
+  const float* scales = drawn_scales(rows * groups, size / 4);
   const auto scale_of = [&](size_t at) { return scales[at]; };
 #else
-  const Element* scales = drawn(count, size / 4);
+  const Element* scales = drawn(rows * groups, size / 4);
   const auto scale_of = [&](size_t at) { return widened(scales[at]); };
 #endif
 #endif
@@ -137,17 +129,13 @@ int main(int, char** given) {
     double sum = 0;
     for (int k = 0; k < SIZE_K; k++) {
       const size_t at = ((size_t)expert * ROWS + row) * SIZE_K + k;
-      const int nibble = weights[at * BITS / 8] >> (BITS == 4 ? at % 2 * 4 : 0) & 15;
-#if defined(FP4)
+      const int nibble = weights[at / 2] >> at % 2 * 4 & 15;
+#ifdef FP4
       const float value = of_fp4(nibble);
-#elif defined(PACKED4)
-      const float value = nibble - ZERO;
 #else
-      const float value = of_float8(weights[at]);
-      (void)nibble;
+      const float value = nibble - ZERO;
 #endif
-      const int of_expert = (ROWS + shared_rows - 1) / shared_rows;
-      const float scale = scale_of(((size_t)expert * of_expert + row / shared_rows) * groups + k / (SIZE_K / groups));
+      const float scale = scale_of(((size_t)expert * ROWS + row) * groups + k / (SIZE_K / groups));
 #ifdef OF_TOKENS
       sum += (double)widened(x[(size_t)(pair / TOP_K) * SIZE_K + k]) * value * scale;
 #else

@@ -21,7 +21,14 @@ int main() {
       const int low = word >> 4 * i & 15, high = word >> (4 * i + 16) & 15;
       check("raised nibbles", word, i, raised_nibbles(word, i), NIBBLES_FROM + low, NIBBLES_FROM + high);
       check("nibbles", word, i, elements_of_nibbles(word, i, 7), low - 7, high - 7);
-      check("fp4", word, i, elements_of_fp4(word, i), of_fp4(low), of_fp4(high));
+      check("fp4", word, i, lowered_fp4(word, i), of_fp4(low) * FP4_LOWERED, of_fp4(high) * FP4_LOWERED);
+#ifndef FLOAT16
+      const double lowered = NIBBLES_LOWERED * (i % 2 ? 16 : 1);
+      check("lowered nibbles", word, i, lowered_nibbles(word, i), low * lowered, high * lowered);
+      const u32 x = word & 0x1fff1fff | 0x20002000;    // its exponents leave room
+      check("x of nibbles", word, i, raised_x_of_nibbles(x, i), widened(x) * X_RAISED / (i % 2 ? 16 : 1),
+            widened(x >> 16) * X_RAISED / (i % 2 ? 16 : 1));
+#endif
       const u32 stored = word >> 1 & 0x7f7f7f7f, byte = stored >> 8 * i & 127;
       const double size = of_float8(byte) / FP4_SUMS;
       if (byte != 127)

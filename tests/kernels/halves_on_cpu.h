@@ -58,6 +58,7 @@ typedef Float16 Elements;
 typedef Bfloat16 Elements;
 #endif
 
+inline float widened_float16(u16 value) { return Float16::wide(value); }
 inline float widened(Element value) { return Elements::wide(value); }
 inline Element rounded(float value) { return Elements::narrow(value); }
 

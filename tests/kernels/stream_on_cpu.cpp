@@ -28,6 +28,9 @@ inline void store_words(u32 to, u32 a, u32 b, u32 c, u32 d) {
 }
 inline void fence_before_copies() {}
 
+static fibers::Meeting of_team[4];
+inline void sync_team(int team) { of_team[team].arrive_and_wait(); }
+
 static u32 addresses[18][32];
 inline void load_matrices(u32 (&to)[4], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
@@ -110,6 +113,9 @@ int main(int, char** given) {
 #endif
 #elif SCALE_BYTES == 4
   const float* scales = drawn_scales(num_scales, size);
+#elif defined(SCALES_FLOAT16)
+  u16* scales = at_the_end<u16>(num_scales);
+  for (size_t i = 0; i < num_scales; i++) scales[i] = Float16::narrow(size * (0.5f + i % 7 / 7.0f));
 #else
   const Element* scales = drawn(num_scales, size);
 #endif
@@ -136,6 +142,7 @@ int main(int, char** given) {
     num_waiting = 0;
     of_block = fibers::Meeting(THREADS);
     of_multiplying_warps = fibers::Meeting(32 * WARPS);
+    for (auto& each : of_team) each = fibers::Meeting(32 * TEAM);
     for (auto& each : of_warp) each = fibers::Meeting(32);
     for (unsigned i = 0; i < THREADS; i++)
       fibers::add([=, &y] {
@@ -148,7 +155,7 @@ int main(int, char** given) {
         );
       });
     fibers::run();
-    CHECK(num_waiting == THREADS - 32);    // all but the warp that asks for weights
+    CHECK(num_waiting == THREADS - 32 * TEAMS);    // all but the warp that asks for weights
   }
 
   const auto weight = [&](int n, int k) {
@@ -163,6 +170,8 @@ int main(int, char** given) {
     const float times = of_float8(scales[scale]) * whole[WHOLE_ROWS * n];
 #elif SCALE_BYTES == 4
     const float times = scales[scale];
+#elif defined(SCALES_FLOAT16)
+    const float times = widened_float16(scales[scale]);
 #else
     const float times = widened(scales[scale]);
 #endif

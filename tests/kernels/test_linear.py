@@ -126,7 +126,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     ) -> tuple[float, int]:  # fmt: skip
         plan = plan_of(way, rows, outputs, inputs, is_gated="GATE" in defines, blocks=blocks, stored=stored)
         numbers = (rows, outputs, inputs, lies, *plan.args, plan.scale_slots, plan.grid, plan.shared_bytes)
-        program = built(f"{defines} -DPASS={plan.tiles_a_pass}".strip())
+        program = built(f"{defines} -DPASS={plan.tiles_a_pass} -DTEAMS={stored.teams}".strip())
         done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
         error, checksum = done.stdout.split()
@@ -182,22 +182,25 @@ FEW_BITS = {
     "float8 in blocks": (f"{FLOAT8} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 2, 128, 128, 4, True)),
     "float8, rounded": (f"{ROUNDED} -DSCALED_ROWS=1", Stored(8, 1, 128)),
     "float8, rounded, in blocks": (f"{ROUNDED} -DGROUP=128 -DSCALED_ROWS=32", Stored(8, 1, 128, 128, 4, True)),
-    "packed4": (f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2", Stored(4, 2, 128, 128, 2)),
-    "packed4, short": (f"{PACKED4} -DOFFSET=7 -DSTEP=64 -DGROUP=64 -DSCALE_BYTES=4", Stored(4, 2, 64, 64)),
-    "packed4 of rows": (f"{PACKED4} -DOFFSET=8 -DSTEP=64 -DSCALE_BYTES=2", Stored(4, 2, 64)),
+    "packed4": (f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2", Stored(4, 2, 128, 128, 2, summed=128)),
+    "packed4, short": (f"{PACKED4} -DOFFSET=7 -DSTEP=64 -DGROUP=64 -DSCALE_BYTES=4", Stored(4, 2, 64, 64, summed=64)),
+    "packed4 of rows": (f"{PACKED4} -DOFFSET=8 -DSTEP=64 -DSCALE_BYTES=2", Stored(4, 2, 64, summed=64)),
     "packed4, shorter than a step": (
-        f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=32 -DSCALE_BYTES=2", Stored(4, 2, 128, 32, 2)),
+        f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=32 -DSCALE_BYTES=2", Stored(4, 2, 128, 32, 2, summed=32)),
+    "packed4, scales of float16": (
+        f"{PACKED4} -DOFFSET=8 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2 -DSCALES_FLOAT16",
+        Stored(4, 2, 128, 128, 2, summed=128)),
     "packed4, points": (
         f"{PACKED4} -DOFFSET=1 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2 -DPOINTS",
-        Stored(4, 2, 128, 128, 2, points=True)),
+        Stored(4, 2, 128, 128, 2, points=True, summed=128)),
     "packed4, points, short, float16": (
         f"{PACKED4} -DOFFSET=0 -DSTEP=128 -DGROUP=64 -DSCALE_BYTES=4 -DPOINTS -DFLOAT16",
-        Stored(4, 2, 128, 64, points=True)),
+        Stored(4, 2, 128, 64, points=True, summed=64)),
     "packed8, float16": (
         f"{PACKED8} -DOFFSET=128 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2 -DFLOAT16", Stored(8, 2, 128, 128, 2)),
     "packed8, points": (
         f"{PACKED8} -DOFFSET=3 -DSTEP=128 -DGROUP=128 -DSCALE_BYTES=2 -DPOINTS",
-        Stored(8, 2, 128, 128, 2, points=True)),
+        Stored(8, 2, 128, 128, 2, points=True, summed=128)),
     "packed8 of rows": (f"{PACKED8} -DOFFSET=128 -DSTEP=64 -DSCALE_BYTES=2", Stored(8, 2, 64)),
     "int8, float16": ("-DINT8 -DSTEP=128 -DSCALED_ROWS=1 -DSCALE_BYTES=2 -DFLOAT16", Stored(8, 2, 128)),
     "int8 in blocks": (
@@ -213,7 +216,7 @@ FEW_BITS = {
 def test_source_on_a_cpu_of_weights_in_few_bits(on_cpu: Callable[..., tuple[float, int]], stored: str) -> None:
     """A row has the same bits whatever the way, the grid, and the rows beside it."""
     defines, lies = FEW_BITS[stored]
-    ways = ((1, 1, LONG), (7, 2, Way(piece=2048, kept_bytes=0, room=60_000)), (3, 1, LONG))
+    ways = ((1, 1, LONG), (7, 2, Way(piece=1024, kept_bytes=0, room=60_000)), (3, 1, LONG))
 
     found = [on_cpu(rows, 52, 3072, blocks, way, 0, f"{defines} -DBIAS", lies) for rows, blocks, way in ways]
 

@@ -72,6 +72,8 @@ FORMATS: dict[str, Callable[[Draw, int, int], Sample]] = {
     "packed4, short": packed(64),
     "packed4 of rows": packed(),
     "packed4, float32": packed(128, torch.float32),
+    "packed4, float16": packed(128, torch.float16),
+    "packed4 of rows, float16": packed(dtype=torch.float16),
     "packed4, shorter than a step": packed(32),
     "packed4, points": packed(128, zeros=True),
     "packed4, points and more": packed(64, torch.float32, zeros=True, zero_offset=1),
@@ -133,7 +135,7 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
         "points of rows": quantised.call(short, quantised.packed(CPU, 128, 1024, zeros=True)),
         "points of int8": quantised.call(short, quantised.int8(CPU, 128, 1024, (128, 128), zeros=True)),
         "groups of inputs anywhere": quantised.call(short, quantised.packed(CPU, 128, 1024, size=128, order=True)),
-        "words along outputs": quantised.call(short, quantised.awq(CPU, 128, 1024, 128)),
+        "words of a column": quantised.call(short, quantised.gptq(CPU, 128, 1024, 128)),
         "groups of 16": quantised.call(long, quantised.packed(CPU, 128, 4096, size=16)),
         "groups of 32 of eight bits": quantised.call(long, quantised.packed(CPU, 128, 4096, 8, size=32)),
         "another offset of eight bits": {**called("packed8 of rows", CPU, 1, 128, 1024), "zero_offset": 127},
@@ -175,7 +177,8 @@ def launches(record: Record, sample: Sample) -> tuple[Launch, ...]:
 def test_it_compiles_for_hopper(format: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """With as few registers as its threads may have, and without more memory for them."""
     launch = launches(RECORDS[1], called(format, CPU, 8, 128, 1024, bias=True, dtype=dtype))[-1]
-    for tiles in (1, 4 if launch.block > 512 else 8):  # that share a reading of x
+    teams = launch.constants["TEAMS"]
+    for tiles in (teams, 4 if launch.block > 512 else 8):  # that share a reading of x
         constants = {**launch.constants, "PASS": tiles}
         cubin = cuda_source.compiled("linear/stream.cu", tuple(constants.items()), HOPPER)
         used = resource_usage(cubin, tmp_path)

@@ -39,8 +39,12 @@ def fp8(rows: int, inputs: int) -> Callable[[Draw, int, int], Sample]:
     return lambda draw, outputs, size: quantised.fp8(draw, outputs, size, (rows or outputs, inputs or size))
 
 
-def packed(**kind: Any) -> Callable[[Draw, int, int], Sample]:
-    return lambda draw, outputs, size: quantised.packed(draw, outputs, size, **kind)
+def packed(scales: torch.dtype = torch.bfloat16, **kind: Any) -> Callable[[Draw, int, int], Sample]:
+    def drawn(draw: Draw, outputs: int, size: int) -> Sample:
+        weight = quantised.packed(draw, outputs, size, **kind)
+        return {**weight, "scales": weight["scales"].to(scales)}
+
+    return drawn
 
 
 FORMATS: dict[str, Callable[[Draw, int, int], Sample]] = {
@@ -51,6 +55,7 @@ FORMATS: dict[str, Callable[[Draw, int, int], Sample]] = {
     "packed4, short groups": packed(size=32),
     "packed4 of rows": packed(),
     "packed4, points": packed(size=128, zeros=True),
+    "packed4, float16": packed(torch.float16, size=128),
     "packed4 of rows, points": packed(zeros=True),
     "packed8": packed(bits=8, size=128),
     "packed8, points": packed(bits=8, size=128, zeros=True),
@@ -197,6 +202,7 @@ KINDS = {
     "packed4": "-DPACKED4 -DOFFSET=8 -DGROUP=128 -DSCALED_ROWS=1 -DSCALE=0 -DBIAS",
     "packed4, points": "-DPACKED4 -DOFFSET=1 -DPOINTS -DGROUP=64 -DSCALED_ROWS=1 -DSCALE=0",
     "packed4, float32": "-DPACKED4 -DOFFSET=8 -DGROUP=128 -DSCALED_ROWS=1 -DSCALE=1 -DSTEPS",
+    "packed4, float16": "-DPACKED4 -DOFFSET=8 -DGROUP=128 -DSCALED_ROWS=1 -DSCALE=4 -DSTEPS",
     "packed4 of rows": "-DPACKED4 -DOFFSET=8 -DSCALED_ROWS=1 -DSCALE=0",
     "packed4, float16": "-DPACKED4 -DFLOAT16 -DOFFSET=8 -DGROUP=32 -DSCALED_ROWS=1 -DSCALE=0",
     "mxfp4": "-DFP4 -DGROUP=32 -DSCALED_ROWS=1 -DSCALE=3 -DBIAS",

@@ -1,4 +1,4 @@
-"""The weight stream over experts in few bits: which it takes, what its source computes on a CPU, and on a GPU against
+"""The weight stream over experts in four bits: which it takes, what its source computes on a CPU, and on a GPU against
 the definition."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from op_samples.draw import Draw, Sample
-from op_samples.quantised import awq, fp8, mxfp4, nvfp4, packed
+from op_samples.quantised import fp8, mxfp4, nvfp4, packed
 from op_samples.quantised_experts import CLAMPED, Make, experts
 
 from precast.kernels import cuda_source
@@ -32,8 +32,6 @@ BLOCK_BYTES = 227 << 10
 MAKES: dict[str, Make] = {
     "mxfp4": mxfp4, "nvfp4": nvfp4, "nvfp4 in rows": partial(nvfp4, rows=True),
     "nvfp4_divided": partial(nvfp4, divided=True), "packed4": partial(packed, size=32), "packed4 of rows": packed,
-    "fp8 in blocks": partial(fp8, block=(32, 64)), "fp8 in rows": partial(fp8, block=(1, 512)),
-    "fp8 of a matrix": partial(fp8, block=(512, 512)),
 }  # fmt: skip
 each_format = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 
@@ -64,10 +62,7 @@ CPU = Draw(torch.bfloat16, torch.device("cpu"))
 
 @pytest.mark.parametrize("format", MAKES)
 def test_it_takes(format: str) -> None:
-    """What it is faster for than Triton, which float8 isn't."""
-    expected = [] if format.startswith("fp8") else [1, 2, 8, 9, 16, 17, 32, 33, 64]
-
-    assert sizes_taken(sample_of(CPU, MAKES[format])) == expected
+    assert sizes_taken(sample_of(CPU, MAKES[format])) == [1, 2, 8, 9, 16, 17, 32, 33, 64]
 
 
 @pytest.mark.parametrize(("top_k", "most"), [(4, 64), (8, 32), (16, 8), (17, 0)])
@@ -79,9 +74,9 @@ def test_a_block_sorts_all_pairs(top_k: int, most: int) -> None:
 
 def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
     refused = {
+        "float8": sample_of(CPU, partial(fp8, block=(32, 64))),
         "points": sample_of(CPU, partial(packed, size=32, zeros=True)),
         "groups of 16": sample_of(CPU, partial(packed, size=16)),
-        "words along outputs": sample_of(CPU, partial(awq, size=32)),
         "an odd number of scales in a row": sample_of(CPU, mxfp4, width=160),
         "rows that are no multiple of 16 bytes": sample_of(CPU, packed, width=200),
         "rows that are rounded": {**sample_of(CPU, packed), "rounding": "int8_token"},
@@ -94,20 +89,11 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
 
 @pytest.mark.parametrize("few", [streamed.FEW, streamed.MORE], ids=["few", "more"])
 @pytest.mark.parametrize(
-    ("bits", "group", "scales", "size_k"),
-    [
-        (4, 32, 90, 2880),
-        (4, 16, 128, 2048),
-        (4, 128, 0, 4096),
-        (8, 128, 0, 4096),
-        (8, None, 0, 768),
-        (8, None, 0, 2048),
-    ],
+    ("group", "scales", "size_k"),
+    [(32, 90, 2880), (16, 128, 2048), (128, 0, 4096), (None, 0, 768), (None, 0, 2048)],
 )
-def test_ways_have_four_pieces_in_shared_memory(
-    bits: int, group: int | None, scales: int, size_k: int, few: streamed.Few
-) -> None:
-    way = streamed.way_of(bits, group, scales, size_k, few)
+def test_ways_have_four_pieces_in_shared_memory(group: int | None, scales: int, size_k: int, few: streamed.Few) -> None:
+    way = streamed.way_of(group, scales, size_k, few)
 
     assert way is not None
     assert way.stages >= 4
@@ -116,7 +102,7 @@ def test_ways_have_four_pieces_in_shared_memory(
 
 
 def test_rows_that_are_too_long_for_registers_are_left_to_others() -> None:
-    assert streamed.way_of(4, 32, 512, 16384) is None
+    assert streamed.way_of(32, 512, 16384) is None
 
 
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
@@ -180,7 +166,7 @@ ANY, SOME_OF_NONE, ONE, NONE = range(4)
 GATED = "-DOF_TOKENS -DIDS_ARE_NEW -DGATED -DACTIVATION=silu -DALPHA=1.702 -DLIMIT=0.7 -DOFFSET=1.0"
 COMMON = "-DEXPERTS=4 -DTOP_K=2 -DBIAS"
 FEW, MORE = "-DCOLUMNS=8 -DMOST_PAIRS=128", "-DCOLUMNS=16 -DMOST_PAIRS=48"
-PACKED4, FLOAT8 = f"{COMMON} -DPACKED4 -DZERO=8", f"{COMMON} -DFLOAT8 -DSCALE_BYTES=4"
+PACKED4 = f"{COMMON} -DPACKED4 -DZERO=8"
 VARIANTS = {
     "mxfp4": f"{COMMON} -DFP4 -DGROUP=32 -DSIZE_N=40 -DSIZE_K=576 -DPIECES=1 -DSTAGES=3 -DSTEP=32 {GATED}",
     "mxfp4 in pieces": f"{COMMON} -DFP4 -DGROUP=32 -DSIZE_N=24 -DSIZE_K=1216 -DPIECES=2 -DSTAGES=4 -DSTEP=32 -DWIDE",
@@ -188,13 +174,9 @@ VARIANTS = {
     " -DSTEP=32 -DWIDE -DACTIVATION=relu2 -DALPHA=1.0",
     "nvfp4, divided in rows": f"{COMMON} -DFP4 -DGROUP=16 -DFLOAT8_SCALES -DWHOLE=2 -DDIVIDED -DSIZE_N=16 -DSIZE_K=64"
     f" -DPIECES=1 -DSTAGES=2 -DSTEP=32 {GATED}",
-    "packed4": f"{PACKED4} -DGROUP=128 -DSCALED_ROWS=1 -DSCALE_BYTES=2 -DSIZE_N=24 -DSIZE_K=1280 -DPIECES=2 -DSTAGES=3"
-    f" -DSTEP=64 {GATED}",
-    "packed4 of rows": f"{PACKED4} -DSCALED_ROWS=1 -DSCALE_BYTES=4 -DSIZE_N=24 -DSIZE_K=96 -DPIECES=1 -DSTAGES=2"
-    " -DSTEP=32 -DWIDE",
-    "fp8 in blocks": f"{FLOAT8} -DGROUP=128 -DSCALED_ROWS=32 -DSIZE_N=40 -DSIZE_K=768 -DPIECES=1 -DSTAGES=3 -DSTEP=32"
+    "packed4": f"{PACKED4} -DGROUP=128 -DSCALE_BYTES=2 -DSIZE_N=24 -DSIZE_K=1280 -DPIECES=2 -DSTAGES=3 -DSTEP=64"
     f" {GATED}",
-    "fp8 in rows": f"{FLOAT8} -DSCALED_ROWS=1 -DSIZE_N=40 -DSIZE_K=1312 -DPIECES=2 -DSTAGES=3 -DSTEP=16 -DWIDE",
+    "packed4 of rows": f"{PACKED4} -DSCALE_BYTES=4 -DSIZE_N=24 -DSIZE_K=96 -DPIECES=1 -DSTAGES=2 -DSTEP=32 -DWIDE",
 }  # fmt: skip
 
 
@@ -247,10 +229,10 @@ def test_it_is_the_definition(make: Make, tokens: int, gpu: Draw, same: Callable
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
-        (mxfp4, (2880, 2880)), (nvfp4, (2048, 768)), (partial(fp8, block=(128, 128)), (2048, 768)),
-        (partial(packed, size=128), (4096, 1536)), (partial(fp8, block=(128, 128)), (7168, 2048)),
+        (mxfp4, (2880, 2880)), (nvfp4, (2048, 768)), (partial(packed, size=128), (4096, 1536)),
+        (nvfp4, (7168, 2048)),
     ],
-    ids=["gpt-oss", "qwen3 in nvfp4", "qwen3 in fp8", "packed4", "deepseek"],
+    ids=["gpt-oss", "qwen3 in nvfp4", "packed4", "deepseek in nvfp4"],
 )  # fmt: skip
 def test_it_is_the_definition_of_models(
     make: Make, shape: tuple[int, int], gpu: Draw, same: Callable[..., None]

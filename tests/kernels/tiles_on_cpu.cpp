@@ -113,6 +113,8 @@ int main(int, char** given) {
   const Scale* scales = drawn<Scale>(num_scales, [&] { return rounded(about(generator) / (BITS == 8 ? 100 : 6)); });
 #elif SCALE == 1
   const Scale* scales = drawn<Scale>(num_scales, [&] { return about(generator) / (BITS == 8 ? 100 : 6); });
+#elif SCALE == 4
+  const Scale* scales = drawn<Scale>(num_scales, [&] { return Float16::narrow(about(generator) / 6); });
 #elif SCALE == 2
   const Scale* scales = drawn<Scale>(num_scales, [&] { return generator() >> 8 & 0x3f; });
 #else
@@ -154,6 +156,8 @@ int main(int, char** given) {
     float times = widened(scales[scale]);
 #elif SCALE == 1
     float times = scales[scale];
+#elif SCALE == 4
+    float times = widened_float16(scales[scale]);
 #elif SCALE == 2
     float times = of_float8(scales[scale]);
 #else
