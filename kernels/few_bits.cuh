@@ -37,14 +37,7 @@ __device__ __forceinline__ u32 masked_with(u32 bits, u32 mask, u32 others) {
   return made;
 }
 
-// Two float8_e4m3fn as float16; and as elements.
-__device__ __forceinline__ u32 float16_of_float8(u32 word, int half) {
-  u32 pair;
-  asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }"
-      : "=r"(pair) : "r"(half ? word >> 16 : word));
-  return pair;
-}
-
+// Two float8_e4m3fn.
 __device__ __forceinline__ u32 elements_of_float8(u32 word, int half) {
   u32 pair = float16_of_float8(word, half);
 #ifndef FLOAT16

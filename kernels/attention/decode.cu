@@ -115,24 +115,6 @@ __device__ __forceinline__ u32 rounded(float first, float second) {
 #endif
 }
 
-// Two float8_e4m3fn as float16. The upper half of the word, named as a part of it, takes no shift.
-__device__ __forceinline__ u32 float16_of_float8(u32 word, int half) {
-  u32 both;
-  if (half)
-    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, hi; }" : "=r"(both) : "r"(word));
-  else
-    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.rn.f16x2.e4m3x2 %0, lo; }" : "=r"(both) : "r"(word));
-  return both;
-}
-
-// As multiply_add, of float16, whatever the elements are.
-__device__ __forceinline__ void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ float power_of_2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

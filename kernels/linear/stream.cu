@@ -160,14 +160,6 @@ __device__ __forceinline__ void store_words(u32 to, u32 a, u32 b, u32 c, u32 d) 
 // What the thread has written to shared memory comes before copies that overwrite it.
 __device__ __forceinline__ void fence_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// As multiply_add, of float16, whatever the elements are.
-__device__ __forceinline__ void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-               "{%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // The warp that arrives goes on; those that sync wait until all threads of the block are here.
 __device__ __forceinline__ void arrive_at_start() { asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory"); }
 
