@@ -122,15 +122,17 @@ def resolve(use: Use, sizes: Mapping[str, int] | None = None, *, records: Sequen
 
 
 def _resolve(
-    use: Use, sizes: Mapping[str, int], records: Sequence[Record] | None, measured: Sequence[Measured]
-) -> Choice:
+    use: Use, sizes: Mapping[str, int], records: Sequence[Record] | None, measured: Sequence[Measured],
+    known: Mapping[str, str | None] | None = None,
+) -> Choice:  # fmt: skip
+    """`known`: why records, by name, take the use in no step."""
     given = records_of(use.node.op, use.node.version) if records is None else records
     row = next((row for row in measured if _within(row.sizes, sizes)), None)
     order = () if row is None else row.order
     tried = sorted(given, key=lambda record: order.index(record.name) if record.name in order else len(order))
     refused: list[str] = []
     for record in tried:
-        why = _refusal(record, use, sizes)
+        why = (_refusal_of_any_size(record, use) if known is None else known[record.name]) or _out_of(record, sizes)
         if why is None:
             rivals = sum(_unfit(each, use.target) is None for each in tried)
             basis = "the only one" if rivals == 1 else f"the fastest of {rivals}"
@@ -158,13 +160,14 @@ def cases(use: Use, *, records: Sequence[Record] | None = None) -> tuple[Case, .
     use, ranks = of_one_rank(use)
     given = records_of(use.node.op, use.node.version) if records is None else records
     rows = _measured(use)
-    taking = [record for record in given if _refusal_of_any_size(record, use) is None]
+    known = {record.name: _refusal_of_any_size(record, use) for record in given}
+    taking = [record for record in given if known[record.name] is None]
     found = []
     for sizes in _classes([*(record.sizes for record in taking), *(row.sizes for row in rows)]):
         least = {symbol: low for symbol, (low, _) in sizes.items()}
         own = _of_each(sizes, ranks)
         if all(high is None or low <= high for low, high in own.values()):
-            found.append(Case(own, _resolve(use, least, given, rows)))
+            found.append(Case(own, _resolve(use, least, given, rows, known)))
     if len({case.choice.record.name for case in found}) == 1:
         return (Case({}, found[0].choice),)
     return tuple(found)
@@ -225,8 +228,11 @@ def _unfit(record: Record, target: Target) -> str | None:
 
 def _refusal(record: Record, use: Use, sizes: Mapping[str, int]) -> str | None:
     """Why the record doesn't take the use in a step of these sizes; None if it does."""
-    if (why := _refusal_of_any_size(record, use)) is not None:
-        return why
+    return _refusal_of_any_size(record, use) or _out_of(record, sizes)
+
+
+def _out_of(record: Record, sizes: Mapping[str, int]) -> str | None:
+    """Why the record isn't for a step of these sizes; None if it is."""
     for symbol, (low, high) in record.sizes.items():
         if not _within({symbol: (low, high)}, sizes):
             return f"{symbol} is {sizes.get(symbol, 'not known')}, it takes {low} to {'any' if high is None else high}"

@@ -42,10 +42,14 @@ class Kernels:
             return partial(_call, self._calls.get(launch.kernel) or self._product(launch), ready.values)
         kernel = self._kernel_for(ready)
         values = [None if each.argument == NO_ARGUMENT else ready.values[each.argument] for each in kernel.params]
-        function = self._function(kernel, is_cuda=bool(launch.block))
         return Prepared(
-            function, ready.grid, (kernel.threads, 1, 1), kernel.shared_bytes, values, pdl=kernel.pdl
+            self._function(kernel), ready.grid, (kernel.threads, 1, 1), kernel.shared_bytes, values, pdl=kernel.pdl
         ).launch  # fmt: skip
+
+    def load_all(self, layer: NativeLayer) -> None:
+        """Load all kernels of the layer, before it is known which launches take them; no other thread calls meanwhile."""
+        for kernel in layer.kernels:
+            self._function(kernel)
 
     def load(self, launches: Iterable[tuple[Launch, str]]) -> None:
         """Load whatever kernels these launches, each with its key, may take, and make the library's products."""
@@ -55,7 +59,7 @@ class Kernels:
                     self._product(launch)
             else:
                 for kernel in self.native.of_key(key):
-                    self._function(kernel, is_cuda=bool(launch.block))
+                    self._function(kernel)
 
     def _kernel_for(self, ready: Ready) -> NativeKernel:
         numbers = [value if isinstance(value, int) else 0 for value in ready.values]
@@ -68,12 +72,12 @@ class Kernels:
             fix="load the bundle with backend='torch', and report the message",
         )
 
-    def _function(self, kernel: NativeKernel, *, is_cuda: bool) -> int:
+    def _function(self, kernel: NativeKernel) -> int:
         name = kernel.image, kernel.function
         if name not in self._loaded:
             loaded = self._device.load(self.native.image(kernel), kernel.function)
             assert isinstance(loaded, LoadedKernel)
-            if is_cuda or kernel.shared_bytes > _MUCH_SHARED_BYTES:
+            if ".cu:" in kernel.kernel or kernel.shared_bytes > _MUCH_SHARED_BYTES:
                 library.call("cuFuncSetAttribute", loaded.handle, library.FUNCTION_CARVEOUT, 100)
             self._loaded[name] = loaded
         return self._loaded[name].handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
 from precast.ir.native import NativeLayer
 from precast.ir.verify import verifier
+from precast.ir.waits import ended
 from precast.ir.weights import config_facts
 from precast.kernels.linear import cublaslt
 from precast.kernels.machine import machine_with
@@ -88,9 +90,16 @@ def runner_ready(
     with device.use():
         with timeline.phase("launches"), collector_held():
             target = target_of(device, opened, options)
-            graph = with_rounded_inputs(graph, target)
-            model = as_launches(graph, target, opened, layer, limits)
-            kernels = kernels_of(model, device)
+            kernels = Kernels(Native(layer), device)
+            with ThreadPoolExecutor(1, thread_name_prefix="precast-kernels") as pool:
+                # The driver loads one after another, and the interpreter is free meanwhile. A layer for other worlds
+                # has kernels besides that no launch takes.
+                loading = None if layer.worlds else pool.submit(kernels.load_all, layer)
+                graph = with_rounded_inputs(graph, target)
+                model = as_launches(graph, target, opened, layer, limits)
+                if loading is not None:
+                    ended(loading)
+            check_kernels(model, kernels)
         tensors = {**params, **on_host.constants(graph, opened.constants, device)}
         runner = pools(model, kernels, tensors, options, timeline, device)
         with timeline.phase("warm-up"), collector_held():
@@ -135,9 +144,15 @@ def as_launches(
 
 
 def kernels_of(model: Runnable, device: DriverDevice) -> Kernels:
-    """The kernels that steps may take, loaded. Raises TargetError (kernel-missing) for those that the layer lacks."""
+    """The kernels that steps of a rank may take, loaded. Raises what `check_kernels` does."""
     made = Kernels(Native(model.layer), device, model.connection.calls if model.connection else None)
-    made.load(model.program.launches())
+    check_kernels(model, made)
+    return made
+
+
+def check_kernels(model: Runnable, kernels: Kernels) -> None:
+    """Load the kernels that steps may take. Raises TargetError (kernel-missing) for those that the layer lacks."""
+    kernels.load(model.program.launches())
     part = None if model.drawing is None else model.drawing.part
     most = most_sizes(model.graph, model.limits)
     if gone := lacking(model.program, model.graph, model.addresses, model.layer, most, part):
@@ -146,7 +161,6 @@ def kernels_of(model: Runnable, device: DriverDevice) -> Kernels:
             f"the native layer has no kernel for some steps, of {', '.join(gone)}",
             fix="load the bundle with backend='torch', or add the layer again with this release of Precast",
         )
-    return made
 
 
 def check_files(options: LoadOptions, opened: Bundle) -> None:
