@@ -101,8 +101,9 @@ def weight(one: Format, outputs: int, inputs: int, device: str) -> Arguments:
         values = words(outputs, inputs // 8, device=device).view(torch.uint8)
         return {"weight": values, "scales": torch.ones(outputs, inputs // 16, device=device).to(torch.float8_e4m3fn),
                 "global_scale": scale(1, 1), "format": "nvfp4"}  # fmt: skip
-    return {
+    return {  # with act order: without, it is read as packed4
         "weight": words(inputs // 8, outputs, device=device), "format": "gptq", "zero_offset": 1,
+        "groups": (torch.randperm(inputs, device=device) // GROUP).int(),
         "zeros": words(inputs // GROUP, outputs // 8, device=device),
         "scales": scales(inputs // GROUP, outputs, dtype=torch.float16, device=device),
     }  # fmt: skip

@@ -7,6 +7,9 @@ at most 0.95 times what `import torch`, a context and the same read take one aft
     python benchmarks/bench_gpu_start.py --build DIR [--shapes SHAPE ...]     # without a GPU: bundles and native layers
     python benchmarks/bench_gpu_start.py --bundles DIR [--shapes SHAPE ...] [--out FILE]
 
+A model in few bits has a smaller floor, and as much to make ready: `--torch-runs 0 --shapes llama-3.1-8b
+llama-3.1-8b-fp8 llama-3.1-8b-int4 gpt-oss-20b-mxfp4 --out benchmarks/results/gpu_start_few_bits.json` measures some.
+
 The checkpoints have random weights and lie in memory (/dev/shm), as files in the page cache do; each is removed after
 its shape, and FILE is written then. A process that fails is noted, and ends none of the others.
 """

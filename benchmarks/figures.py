@@ -261,7 +261,14 @@ def start_page() -> str:
     shape = start_figures.NAMES.get(next(iter(found)), "")
     text = f"![both starts of {shape}, phase by phase](start.svg)\n\n"
     text += f"One {_read('gpu_start')['machine'].get('gpu', 'GPU')} and {_machine('gpu_start')}; medians.\n\n"
-    return text + _table(start_figures.HEADS, start_figures.rows(found)) + f"\n{start_figures.words(found)}"
+    text += _table(start_figures.HEADS, start_figures.rows(found)) + f"\n{start_figures.words(found)}"
+    if (RESULTS / "gpu_start_few_bits.json").exists():
+        # The floor has fewer bytes to read, and all else that a start has to do is as much as in 16 bits.
+        few = result("gpu_start_few_bits")
+        rows = (row[:4] + row[7:] for row in start_figures.rows(few))
+        heads = start_figures.HEADS[:4] + start_figures.HEADS[7:]
+        text += f"\nIn few bits, without torch, beside bfloat16 in the same run:\n\n{_table(heads, rows)}"
+    return text
 
 
 SERVED = {

@@ -14,6 +14,8 @@ Figures = Mapping[str, Any]
 
 NAMES = {
     "llama-3.1-8b": "Llama-3.1-8B", "qwen3-30b-a3b-half": "half of Qwen3-30B-A3B", "gemma-3-12b": "Gemma-3-12B",
+    "llama-3.1-8b-fp8": "Llama-3.1-8B in FP8", "llama-3.1-8b-int4": "Llama-3.1-8B in INT4",
+    "gpt-oss-20b-mxfp4": "GPT-OSS-20B in MXFP4",
 }  # fmt: skip
 HEADS = ("", "the floor", "without torch", "times the floor", "torch's floor", "with torch", "times its floor",
          "weights", "of the pinned rate", "after the last byte", "of the host's memory")  # fmt: skip
