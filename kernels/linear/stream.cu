@@ -5,11 +5,13 @@
 //
 //   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it;
 //   - one more warp brings the pieces of x;
-//   - teams of warps multiply, each its own tiles, from a ring and by a producer of its own: mma.m16n8k16 with the weights as its 16 rows and the rows of x as
-//     its 8 columns. Warps of a team take turns at runs of STEP k, whatever the pieces are, each into two sums, which
-//     are added in one order. Weights in few bits become operands in registers: the same k of w and x meet, in
-//     whatever order. Of four bits more are made of as many bytes, which takes more warps; and they have little to do
-//     for a tile, beside what each tile takes anyway, so that two teams are better than one twice as large.
+//   - a team of warps multiplies: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. They
+//     take turns at runs of STEP k, whatever the pieces are, each into two sums, which are added in one order. Weights
+//     in few bits become operands in registers: the same k of w and x meet, in whatever order. Of four bits more are
+//     made of as many bytes, which takes more warps.
+//
+// With TEAMS each has every second tile, say, and a ring and a producer of its own: of few bits a warp has little to do
+// for a tile beside what each tile takes anyway, so that two teams get further than one that is twice as large.
 //
 // So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
 //
@@ -23,7 +25,7 @@
 //   RESIDUAL         residual[m, n] is added to the rounded product, and the sum rounded; it may be y
 //   GATE=f           f is silu, gelu or gelu_tanh; y[m, n] = f(a) * b, where a is the rounded product with row n of the
 //                    first half of w, and b that with row n of the second; y has half as many columns as w has rows
-//   TEAMS=n          of warps
+//   TEAMS=n          1 or 2; there are as many warps in all
 //   PASS=n           so many tiles share one reading of x, a multiple of TEAMS; no more where all of x stays in shared
 //                    memory
 //   UNROLL=n         so many steps of the inner loop in a row
@@ -71,10 +73,7 @@ constexpr int ROWS = 8;               // rows of x at most
 #ifndef TEAMS
 #define TEAMS 1
 #endif
-#ifndef MULTIPLYING
-#define MULTIPLYING (BITS == 4 ? 16 : 8)
-#endif
-constexpr int WARPS = MULTIPLYING;              // that multiply
+constexpr int WARPS = BITS == 4 ? 16 : 8;       // that multiply
 constexpr int TEAM = WARPS / TEAMS;             // of a team
 constexpr int BUFFERS = BITS == 4 ? 2 : 1;      // tiles whose sums are in shared memory: of two, warps wait once a tile
 #ifndef STEP
@@ -232,7 +231,7 @@ __device__ __forceinline__ void produce_weights(
   for (int start = plan.first; start < plan.end; start += PASS) {
     for (int index = 0; index < plan.pieces; index++)
       for (int i = 0; i < OWN && start + i * TEAMS + team < plan.end; i++) {
-        const int tile = start + i * TEAMS + team, column = tile * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
+        const int column = (start + i * TEAMS + team) * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
         const u32 bytes = plan.length(index, inputs) / 8 * BITS, barrier = full + place.at * 8;
         u32 to = ring + place.at * TILE * plan.pitch;
         barrier_wait(empty + place.at * 8, place.parity);
@@ -335,7 +334,8 @@ typedef float Partials[WARPS][TILE][ROWS];
 
 // What lies in front of the ring.
 struct alignas(128) Head {
-  u64 w_full[TEAMS][MAX_STAGES / TEAMS], w_empty[TEAMS][MAX_STAGES / TEAMS], x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
+  u64 w_full[TEAMS][MAX_STAGES / TEAMS], w_empty[TEAMS][MAX_STAGES / TEAMS];
+  u64 x_full[MAX_X_SLOTS], x_empty[MAX_X_SLOTS];
   Partials partials[BUFFERS];
 };
 static_assert(sizeof(Head) == 384 + 512 * WARPS * BUFFERS, "as stream_plan.py has it");
@@ -494,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
         prepare_x(x_piece, rows, plan.x_pitch, plan.piece, plan.length(index, inputs));
       }
       for (int i = 0; i < 2; i++)
-        of_piece.x_sums[i] = x_piece + min(lane % 4 * 2 + i, rows - 1) * plan.x_pitch + plan.piece * sizeof(Input) + X_PAD;
+        of_piece.x_sums[i] = x_piece + min(lane % 4 * 2 + i, rows - 1) * plan.x_pitch + x_sums_at(plan.piece);
 #else
       barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
 #endif

@@ -215,7 +215,9 @@ __device__ __forceinline__ void multiply_piece(
 
 #ifdef PREPARES_X
 
-// Bytes behind a row of a piece of x: its sums of SUMMED each.
+// Behind a row of a piece of x are its sums, of SUMMED each: where, and in how many bytes.
+__device__ __forceinline__ int x_sums_at(int piece) { return piece * (int)sizeof(Input) + X_PAD; }
+
 __device__ __forceinline__ int bytes_of_x_sums(int piece) {
   return SUBTRACTS ? (piece / SUMMED * 4 + 127) / 128 * 128 : 0;
 }
@@ -261,8 +263,7 @@ __device__ __forceinline__ void prepare_x(u32 x_piece, int rows, int x_pitch, in
 #pragma unroll
         for (int j = 0; j < 2; j++)
           if (lane * 2 + j < rows)
-            store_shared(x_piece + (lane * 2 + j) * x_pitch + piece * sizeof(Input) + X_PAD + part / SUMMED * 4,
-                         sums[j] * X_SUMS);
+            store_shared(x_piece + (lane * 2 + j) * x_pitch + x_sums_at(piece) + part / SUMMED * 4, sums[j] * X_SUMS);
       }
     }
   }
