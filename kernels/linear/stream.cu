@@ -108,7 +108,9 @@ constexpr int POINT_ROWS = 0;
 #endif
 constexpr int OWN = PASS / TEAMS;     // a team's tiles that share one reading of x
 #ifndef UNROLL
-#if !defined(IN_FOUR_BITS)
+#if defined(FLOAT8) && defined(GROUP) && !defined(X_FLOAT8)
+#define UNROLL 2    // with the scales of four there are not enough registers
+#elif !defined(IN_FOUR_BITS)
 #define UNROLL 4
 #elif PASS == TEAMS && !(defined(IN_FP4) && defined(FLOAT16))
 #define UNROLL 2    // a thread of sixteen warps has 96 registers, and there are others to wait for
