@@ -53,12 +53,12 @@ __device__ __forceinline__ u32 elements_of_float8(u32 word, int half) {
 __device__ __forceinline__ constexpr u32 twice(u32 element) { return element * 0x10001u; }
 
 #ifdef FLOAT16
-constexpr u32 NIBBLES_FROM = 1024, ONES = twice(0x3c00);    // what is added to a nibble in `raised_nibbles`; two ones
+constexpr u32 ONES = twice(0x3c00);
 #else
-constexpr u32 NIBBLES_FROM = 128, ONES = twice(0x3f80);
+constexpr u32 ONES = twice(0x3f80);
 #endif
 
-// Numbers of four bits, and NIBBLES_FROM more, as the last digits of that.
+// Numbers of four bits, and 128 more, in float16 1024, as the last digits of that.
 __device__ __forceinline__ u32 raised_nibbles(u32 word, int i) {
 #ifdef FLOAT16
   return masked_with(word >> 4 * i, 0x000f000f, twice(0x6400));
@@ -142,9 +142,9 @@ __device__ __forceinline__ u32 scaled_fp4(u32 word, int i, u32 scale) {
 
 // --- products of lowered numbers --------------------------------------------------------------------------------------
 //
-// The tensor cores take the lowest numbers of a format as they take others, those without a leading 1 too. So numbers of
-// four bits are masked, and need not be raised one by one: sums are, and x before, so that these are not too low for
-// float32. What is lost lies below 2^-40 of x.
+// The tensor cores take subnormal numbers as they take others. So numbers of four bits are masked, and need not be raised
+// one by one: sums are, and x before, which must be below 2^88. Digits of products below 2^-56 are lost, or below 2^-63
+// of FP4, as float32 has none there.
 
 #ifdef FLOAT16
 constexpr float X_RAISED = 1, FP4_LOWERED = 0x1p-14f;

@@ -10,8 +10,8 @@
 //     in few bits become operands in registers: the same k of w and x meet, in whatever order. Of four bits more are
 //     made of as many bytes, which takes more warps.
 //
-// With TEAMS each has every second tile, say, and a ring and a producer of its own: of few bits a warp has little to do
-// for a tile beside what each tile takes anyway, so that two teams get further than one that is twice as large.
+// Two TEAMS have every second tile each, and each its own ring and producer: of few bits a warp has little to do for a
+// tile beside what each tile takes anyway, so that two teams get further than one that is twice as large.
 //
 // So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
 //

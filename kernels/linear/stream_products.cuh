@@ -5,7 +5,7 @@
 #pragma once
 
 // What a piece has in shared memory besides. Where groups of k have scales: those of a tile, and of x, the piece's first
-// k, and how many groups a row has. And where sums of x are subtracted, those of the two rows that a lane has sums of.
+// k, and how many groups a row has. And where sums begin with sums of x: where those of a lane's two rows are.
 struct OfPiece {
   const unsigned char* scales;
   const float* x_scales;
@@ -64,7 +64,7 @@ constexpr float X_SUMS = -LOWERED;    // of sums of x that are kept: the rest di
 constexpr bool SUBTRACTS = LESS != 0;
 constexpr float X_SUMS = -LESS * LOWERED;
 #endif
-#if defined(IN_FOUR_BITS) || defined(PACKED8)
+#if defined(IN_FOUR_BITS) || (defined(PACKED8) && (defined(POINTS) || OFFSET != 128))
 #define PREPARES_X
 #endif
 
@@ -215,14 +215,14 @@ __device__ __forceinline__ void multiply_piece(
 
 #ifdef PREPARES_X
 
-// Behind a row of a piece of x are its sums, of SUMMED each: where, and in how many bytes.
+// After a row of a piece of x come its sums, of SUMMED each: where, and in how many bytes.
 __device__ __forceinline__ int x_sums_at(int piece) { return piece * (int)sizeof(Input) + X_PAD; }
 
 __device__ __forceinline__ int bytes_of_x_sums(int piece) {
   return SUBTRACTS ? (piece / SUMMED * 4 + 127) / 128 * 128 : 0;
 }
 
-// Once for each piece of x that has come: a warp prepares its STEP of each run. Of four bits pairs are made of eight
+// Once for each piece of x that has come, by all warps in turns of STEP. Of four bits pairs are made of eight
 // neighbours, i and i + 4, as those of a word of w are. Where sums begin with sums of x, these are made, too.
 __device__ __forceinline__ void prepare_x(u32 x_piece, int rows, int x_pitch, int piece, int length) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -38,7 +38,7 @@ _STEPS = (128, 64)
 _LEAST_GROUP = 32
 """What is summed together at least, in four bits; a scale for less is multiplied with each value."""
 _MOST_OFFSET = {"packed4": 100, "packed8": 255}
-"""What is subtracted from values; those of four bits are made in bfloat16's range of whole numbers from 128 to 256."""
+"""What is subtracted from values at most: no less than a format's values reach, and few enough for 16 bits."""
 _BYTES_OFFSET = 128
 """What values of packed8 are made without, whatever their offset is."""
 _ALIGNED = 16
@@ -121,7 +121,8 @@ def _step(format: str, bits: int, inputs: int, group: int | None) -> int | None:
         return bits == 4 and step % group == 0 and group % _LEAST_GROUP == 0
 
     def of_a_warp(step: int) -> int:
-        return -(-inputs // (step * Stored(bits).warps)) * step
+        stored = Stored(bits)
+        return -(-inputs // (step * stored.warps // stored.teams)) * step
 
     steps = [step for step in _STEPS if inputs % step == 0 and fits(step)]
     return min(steps, key=of_a_warp, default=None) if bits == 4 else next(iter(steps), None)

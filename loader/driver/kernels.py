@@ -32,6 +32,7 @@ class Kernels:
         """`calls`: what connects ranks, by the names that launches have it by."""
         self.native = native
         self._device, self._calls = device, dict(calls or {})
+        self._is_stopped = False
         self._loaded: dict[tuple[str, str], LoadedKernel] = {}
         self._products: dict[tuple[str, tuple[tuple[str, object], ...]], Callable[..., None]] = {}
 
@@ -47,9 +48,17 @@ class Kernels:
         ).launch  # fmt: skip
 
     def load_all(self, layer: NativeLayer) -> None:
-        """Load all kernels of the layer, before it is known which launches take them; no other thread calls meanwhile."""
-        for kernel in layer.kernels:
-            self._function(kernel)
+        """Load all kernels of the layer, before it is known which launches take them, until `stop`. Nothing else is
+        asked of this object meanwhile."""
+        with self._device.use():
+            for kernel in layer.kernels:
+                if self._is_stopped:
+                    return
+                self._function(kernel)
+
+    def stop(self) -> None:
+        """Let `load_all` end, in another thread, after the kernel that it is at."""
+        self._is_stopped = True
 
     def load(self, launches: Iterable[tuple[Launch, str]]) -> None:
         """Load whatever kernels these launches, each with its key, may take, and make the library's products."""

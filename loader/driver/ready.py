@@ -95,10 +95,14 @@ def runner_ready(
                 # The driver loads one after another, and the interpreter is free meanwhile. A layer for other worlds
                 # has kernels besides that no launch takes.
                 loading = None if layer.worlds else pool.submit(kernels.load_all, layer)
-                graph = with_rounded_inputs(graph, target)
-                model = as_launches(graph, target, opened, layer, limits)
-                if loading is not None:
-                    ended(loading)
+                try:
+                    graph = with_rounded_inputs(graph, target)
+                    model = as_launches(graph, target, opened, layer, limits)
+                    if loading is not None:
+                        ended(loading)
+                except BaseException:  # an interrupt too
+                    kernels.stop()
+                    raise
             check_kernels(model, kernels)
         tensors = {**params, **on_host.constants(graph, opened.constants, device)}
         runner = pools(model, kernels, tensors, options, timeline, device)

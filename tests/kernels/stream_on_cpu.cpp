@@ -155,7 +155,7 @@ int main(int, char** given) {
         );
       });
     fibers::run();
-    CHECK(num_waiting == THREADS - 32 * TEAMS);    // all but the warp that asks for weights
+    CHECK(num_waiting == THREADS - 32 * TEAMS);    // all but the warps that ask for weights
   }
 
   const auto weight = [&](int n, int k) {

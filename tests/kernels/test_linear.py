@@ -224,6 +224,18 @@ def test_source_on_a_cpu_of_weights_in_few_bits(on_cpu: Callable[..., tuple[floa
     assert len({checksum for _, checksum in found}) == 1
 
 
+@pytest.mark.parametrize("stored", ["float8, rounded, in blocks", "packed4, points", "mxfp4", "nvfp4"])
+def test_source_on_a_cpu_of_many_tiles(on_cpu: Callable[..., tuple[float, int]], stored: str) -> None:
+    """A team has several that share a reading of x, and its scales come round."""
+    defines, lies = FEW_BITS[stored]
+    outputs, way = (164 if lies.bits == 4 else 308), Way(piece=1024, kept_bytes=0, room=60_000)
+
+    found = {on_cpu(rows, outputs, 3072, 1, each, 0, defines, lies) for rows, each in ((3, way), (1, LONG))}
+
+    assert all(error < 2**-8 for error, _ in found)
+    assert len({checksum for _, checksum in found}) == 1
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from noted_launches import Driver
 
 from precast.ir.errors import TargetError
+from precast.ir.native import NativeKernel, NativeLayer
+from precast.kernels.native import Native
 from precast.loader.driver import library
+from precast.loader.driver.device import LoadedKernel
+from precast.loader.driver.kernels import Kernels
 from precast.loader.driver.launches import Prepared
 
 
@@ -79,3 +84,50 @@ def test_a_driver_that_is_missing_or_too_old_is_named(
 
     assert error.value.code == "device-missing"
     assert fix in str(error.value)
+
+
+# --- kernels of a layer --------------------------------------------------------------------------------------------
+
+
+class Loading:
+    """A device that says what is loaded; `at` is called before each."""
+
+    def __init__(self, at: Callable[[int], None] = lambda count: None) -> None:
+        self.images: list[bytes] = []
+        self._at = at
+
+    def use(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def load(self, image: bytes, name: str) -> LoadedKernel:
+        self._at(len(self.images))
+        self.images.append(image)
+        return LoadedKernel(None, len(self.images))  # type: ignore[arg-type]
+
+
+def layer_of(count: int) -> NativeLayer:
+    """So many kernels of Triton's, of which the last two are in one image under one name."""
+    names = [f"{min(index, count - 2)}" for index in range(count)]
+    kernels = [
+        NativeKernel("precast.kernels.m:f", str(index), name, "f", 32, 0, ()) for index, name in enumerate(names)
+    ]
+    images = {name: name.encode() for name in names}
+    return NativeLayer("sm_90", 12000, compilers={}, sources={}, kernels=tuple(kernels), images=images)
+
+
+def test_all_kernels_of_a_layer_are_loaded_once() -> None:
+    layer, device = layer_of(4), Loading()
+
+    Kernels(Native(layer), device).load_all(layer)  # type: ignore[arg-type]
+
+    assert device.images == [b"0", b"1", b"2"]
+
+
+def test_loading_ends_after_the_kernel_that_it_is_at() -> None:
+    layer = layer_of(9)
+    device = Loading(lambda count: kernels.stop() if count == 3 else None)
+    kernels = Kernels(Native(layer), device)  # type: ignore[arg-type]
+
+    kernels.load_all(layer)
+
+    assert device.images == [b"0", b"1", b"2", b"3"]
