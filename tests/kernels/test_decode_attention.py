@@ -228,6 +228,35 @@ def test_small_weights_count_over_8_bits(on_cpu: Run, same: Callable[..., None])
     same(PAGED_ATTENTION, on_cpu(sample, Decode(2, 2, 2)), expected)
 
 
+@pytest.mark.parametrize("odd", [0.0, float("nan"), float("inf")])
+def test_a_head_does_not_depend_on_the_others_over_8_bits(
+    on_cpu: Run, odd: float, same: Callable[..., None]
+) -> None:  # fmt: skip
+    """One whose query is zeros weighs all keys alike; one with an infinity, or a NaN, gives NaN."""
+    sample = paged_sample(Draw(BRAIN, CPU), MIXED, heads=4, kv_heads=1, size=32, page_size=8, **EIGHT)
+    q = sample["q"].clone()
+    q[:, :, 1] = 0 if odd == 0 else q[:, :, 1].abs()
+    q[:, :, 1, 5] = odd
+
+    found, whole = on_cpu(sample | {"q": q}, Decode(2, 1, 2)), on_cpu(sample, Decode(2, 1, 2))
+
+    others = [0, 2, 3]
+    assert torch.equal(found[:, :, others], whole[:, :, others])
+    if odd == 0:
+        same(PAGED_ATTENTION, found[:, :, 1], paged_attention(**(sample | {"q": q}))[:, :, 1])
+    else:
+        assert found[:, :, 1].isnan().all()
+
+
+@pytest.mark.parametrize("sink", [-60.0, 60.0])
+def test_sinks_far_from_scores_over_8_bits(on_cpu: Run, sink: float, same: Callable[..., None]) -> None:
+    sample = paged_sample(
+        Draw(BRAIN, CPU), MIXED, heads=4, kv_heads=1, size=32, page_size=8, sinks=torch.full((4,), sink), **EIGHT
+    )
+
+    same(PAGED_ATTENTION, on_cpu(sample, Decode(2, 1, 2)), paged_attention(**sample))
+
+
 # --- without a GPU -----------------------------------------------------------------------------------------------
 
 
