@@ -124,14 +124,15 @@ def grouped_launches(use: Use, tokens: int, up: Tiles | None = None, down: Tiles
 
 
 def streamed_launches(use: Use, tokens: int) -> dict[str, tuple[Launch, ...]]:
-    """The weight stream of 8 columns, and of 16, if it takes a step of so many tokens."""
+    """The weight stream of 8 columns, and of 16, if it takes a step of so many tokens, or has room for its pairs."""
     found = {}
     for name, few in (("stream", streamed.FEW), ("stream_of_16", streamed.MORE)):
         # A step of as many tokens as there are pairs for, whether a record has it or not.
         few = few._replace(
             tokens=tokens, pairs=max(few.pairs, streamed.MORE.pairs) if tokens > few.tokens else few.pairs
         )
-        if use.target.capability == (9, 0) and streamed.is_taken(use, few):
+        pairs = tokens * int(use.number("expert_ids", 1) or 0)
+        if use.target.capability == (9, 0) and pairs <= few.pairs and streamed.is_taken(use, few):
             found[name] = streamed.run(use, few)
     return found
 
