@@ -261,7 +261,7 @@ def told(tried: Decode | Choice) -> str:
     """What is tried, in a word."""
     if isinstance(tried, Choice):
         return f"triton {attention.told(tried)}".strip()
-    return f"{tried.cluster}x{tried.warps}x{tried.stages}" + " late" * (not tried.early) + " barrier" * tried.barrier
+    return f"{tried.cluster}x{tried.warps}x{tried.stages}"
 
 
 def main() -> None:
