@@ -103,7 +103,7 @@ def _lies(use: Use) -> _Lies | None:
 
 
 def _subtracts(use: Use, offset: int) -> bool:
-    """Whether what values are too large by is subtracted from their sums: times those of x."""
+    """Whether sums begin with what values are too large by, times a sum of x: it is subtracted so."""
     format = use.constant("format")
     made_exactly = offset == _BYTES_OFFSET if format == "packed8" else use.dtype == "float16" or offset == 0
     return format in _MOST_OFFSET and (use.has("zeros") or not made_exactly)
@@ -167,8 +167,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         input = launches.input_of(use), sizes.inputs, 1
     constants: dict[str, int | float | bool | str] = {
         "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "PASS": plan.tiles_a_pass, "STEP": stored.step,
-        "TEAMS": stored.teams,
-        "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
+        "TEAMS": stored.teams, "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
         "GROUP": False if stored.group is None else stored.group,
         "SCALES_FLOAT16": use.operands["scales"].type.dtype == "float16" != use.dtype,
     }  # fmt: skip

@@ -361,6 +361,14 @@ def run(sample: Sample, how: Decode) -> torch.Tensor:
 LONG = [(1, 700), (2, 1500), (0, 9), (1, 5100), (1, 1), (3, 3)]
 
 
+def long_sample(
+    draw: Draw, heads: int, kv_heads: int, size: int, page_size: int, more: dict[str, Any]
+) -> Sample:  # fmt: skip
+    """A call over `LONG` sequences."""
+    more = drawn(draw, heads, draw.dtype, more)
+    return paged_sample(draw, LONG, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [Decode(1, 4, 2), Decode(2, 8, 1), Decode(4, 2, 3), Decode(8, 2, 2)], ids=str)
 @pytest.mark.parametrize(
@@ -377,9 +385,7 @@ def test_sequences(
     hopper: torch.device, heads: int, kv_heads: int, size: int, page_size: int, more: dict[str, Any], how: Decode,
     same: Callable[..., None],
 ) -> None:  # fmt: skip
-    draw = Draw(BRAIN, hopper)
-    more = drawn(draw, heads, BRAIN, more)
-    sample = paged_sample(draw, LONG, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
+    sample = long_sample(Draw(BRAIN, hopper), heads, kv_heads, size, page_size, more)
 
     same(PAGED_ATTENTION, run(sample, how), paged_attention(**sample))
 
@@ -403,9 +409,7 @@ def test_sequences_of_8_bits(
     hopper: torch.device, heads: int, kv_heads: int, size: int, page_size: int, more: dict[str, Any], how: Decode,
     dtype: torch.dtype, same: Callable[..., None],
 ) -> None:  # fmt: skip
-    draw = Draw(dtype, hopper)
-    more = drawn(draw, heads, dtype, more)
-    sample = paged_sample(draw, LONG, heads=heads, kv_heads=kv_heads, size=size, page_size=page_size, **more)
+    sample = long_sample(Draw(dtype, hopper), heads, kv_heads, size, page_size, more)
 
     same(PAGED_ATTENTION, run(sample, how), paged_attention(**sample))
 
