@@ -116,7 +116,7 @@ def _dequantised(name: str, args: Args) -> tuple[Expr, Expr, Expr]:
     for part, dtypes in (("zeros", ("int8",) if format == "int8" else ("int32",)), ("global_scale", SCALES)):
         if part in parts:
             expect_dtype(f"{name}_{part}", parts[part], *dtypes)
-    return (*experts, *shape)
+    return experts[0], shape[0], shape[1]
 
 
 def _expect_chosen(args: Args) -> None:
