@@ -2,40 +2,67 @@
 
 from __future__ import annotations
 
+import operator
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Expr
 
+Values = Mapping[str, Expr]
 
-def substituted(value: Any, kind: Any, values: Mapping[str, Expr]) -> Any:
-    """`value`, of the type `kind` of the schema, with these expressions in place of symbols in each of its own."""
-    if kind == Expr:
-        return value if isinstance(value, int) else symbols.substitute(value, values)
-    if isinstance(value, msgspec.Struct):
-        kinds = _fields_with_sizes(type(value))
-        if not kinds:
-            return value
-        changes = {name: substituted(getattr(value, name), each, values) for name, each in kinds.items()}
-        return msgspec.structs.replace(value, **changes)
-    if isinstance(value, tuple):
-        item = typing.get_args(kind)[0]
-        return tuple([substituted(each, item, values) for each in value])
-    if isinstance(value, dict):
-        item = typing.get_args(kind)[1]
-        return {key: substituted(each, item, values) for key, each in value.items()}
-    return value
+
+def substituted(value: Any, kind: Any, values: Values) -> Any:
+    """`value`, of the type `kind` of the schema, with these expressions in place of symbols in each of its own. What
+    has none of the symbols stays the same object."""
+    return _in(kind)(value, values)
 
 
 @cache
-def _fields_with_sizes(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """The fields of a struct that may hold expressions, with their types."""
-    return {name: kind for name, kind in _hints(struct).items() if _may_hold(kind, frozenset((struct,)))}
+def _in(kind: Any) -> Callable[[Any, Values], Any]:
+    """What substitutes in values of a type that may hold expressions."""
+    if kind == Expr:
+        return symbols.substitute
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return _in_each(_in(arguments[0]))
+    if typing.get_origin(kind) is dict:
+        return _in_values(_in(arguments[1]))
+    return _in_struct  # one, or one of several, or none
+
+
+def _in_each(item: Callable[[Any, Values], Any]) -> Callable[[tuple[Any, ...], Values], tuple[Any, ...]]:
+    def made(value: tuple[Any, ...], values: Values) -> tuple[Any, ...]:
+        found = tuple([item(each, values) for each in value])
+        return value if all(map(operator.is_, found, value)) else found
+
+    return made
+
+
+def _in_values(item: Callable[[Any, Values], Any]) -> Callable[[dict[str, Any], Values], dict[str, Any]]:
+    return lambda value, values: {key: item(each, values) for key, each in value.items()}
+
+
+def _in_struct(value: Any, values: Values) -> Any:
+    changes, kind = {}, cast("Any", type(value))
+    for name, substitute in _fields_with_sizes(kind).items():
+        old = getattr(value, name)
+        new = substitute(old, values)
+        if new is not old:
+            changes[name] = new
+    return msgspec.structs.replace(value, **changes) if changes else value
+
+
+@cache
+def _fields_with_sizes(kind: Any) -> dict[str, Callable[[Any, Values], Any]]:
+    """The fields of a struct that may hold expressions, with what substitutes in them."""
+    if not issubclass(kind, msgspec.Struct):
+        return {}
+    return {name: _in(each) for name, each in _hints(kind).items() if _may_hold(each, frozenset((kind,)))}
 
 
 @cache
@@ -51,4 +78,6 @@ def _may_hold(kind: Any, above: frozenset[Any]) -> bool:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = () if kind in above else _hints(kind).values()
         return any(_may_hold(each, above | {kind}) for each in hints)
-    return any(_may_hold(each, above) for each in typing.get_args(kind))
+    return typing.get_origin(kind) is not typing.Literal and any(
+        _may_hold(each, above) for each in typing.get_args(kind)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import msgspec
 
@@ -16,8 +17,19 @@ from precast.ir.weights.quantised import PARTS, expect
 
 def parts(recipe: schema.Recipe) -> tuple[schema.Recipe, ...]:
     """The recipes that this one is made of, in order; those of an `Each` as they are written, once."""
-    named = (getattr(recipe, name, None) for name in PARTS)
-    return (*getattr(recipe, "parts", ()), *(part for part in named if part is not None))
+    listed: tuple[schema.Recipe, ...] = getattr(recipe, "parts", ())
+    return (*listed, *named_parts(recipe).values()) if _names_of_parts(type(recipe)) else listed
+
+
+def named_parts(recipe: schema.Recipe) -> dict[str, schema.Recipe]:
+    """Those that are fields of their own, by name."""
+    given = {name: getattr(recipe, name) for name in _names_of_parts(type(recipe))}
+    return {name: part for name, part in given.items() if part is not None}
+
+
+@cache
+def _names_of_parts(kind: type[schema.Recipe]) -> tuple[str, ...]:
+    return tuple(name for name in PARTS if name in kind.__struct_fields__)
 
 
 def leaves(recipe: schema.Recipe) -> tuple[schema.Read, ...]:
@@ -52,8 +64,7 @@ def map_reads(recipe: schema.Recipe, made: Callable[[schema.Read], schema.Recipe
     """The recipe with what `made` gives in place of each `Read`."""
     if isinstance(recipe, schema.Read):
         return made(recipe)
-    given = {name: part for name in PARTS if (part := getattr(recipe, name, None)) is not None}
-    changes: dict[str, object] = {name: map_reads(part, made) for name, part in given.items()}
+    changes: dict[str, object] = {name: map_reads(part, made) for name, part in named_parts(recipe).items()}
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         changes["parts"] = tuple(map_reads(part, made) for part in recipe.parts)
     return msgspec.structs.replace(recipe, **changes)
@@ -61,9 +72,7 @@ def map_reads(recipe: schema.Recipe, made: Callable[[schema.Read], schema.Recipe
 
 def in_world(recipe: schema.Recipe, world: Mapping[str, schema.Expr]) -> schema.Recipe:
     """The recipe with values in place of the symbols in its sizes."""
-    changes: dict[str, object] = {
-        name: in_world(part, world) for name in PARTS if (part := getattr(recipe, name, None)) is not None
-    }
+    changes: dict[str, object] = {name: in_world(part, world) for name, part in named_parts(recipe).items()}
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         changes["parts"] = tuple(in_world(part, world) for part in recipe.parts)
     elif isinstance(recipe, schema.Slice):

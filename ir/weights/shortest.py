@@ -7,7 +7,7 @@ import msgspec
 from precast.ir.errors import RecipeError
 from precast.ir.graph import schema, symbols
 from precast.ir.weights import recipes
-from precast.ir.weights.quantised import PARTS, expect
+from precast.ir.weights.quantised import expect
 
 
 def shortest(recipe: schema.Recipe) -> schema.Recipe:
@@ -23,9 +23,7 @@ def shortest(recipe: schema.Recipe) -> schema.Recipe:
 
 
 def _shortest(recipe: schema.Recipe) -> schema.Recipe:
-    changes: dict[str, object] = {
-        name: _shortest(part) for name in PARTS if (part := getattr(recipe, name, None)) is not None
-    }
+    changes: dict[str, object] = {name: _shortest(part) for name, part in recipes.named_parts(recipe).items()}
     if isinstance(recipe, (schema.Concat, schema.Stack)):
         changes["parts"] = tuple(map(_shortest, recipe.parts))
     made: schema.Recipe = msgspec.structs.replace(recipe, **changes) if changes else recipe
