@@ -15,19 +15,59 @@ from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.ops import table as ops
-from precast.kernels import aten
 from precast.kernels.measured import Measured
 from precast.kernels.records import Ranges, Record
 from precast.kernels.use import COUNTS, Target, Use, of_one_rank, size, type_bytes
 
-_FAMILIES = (
-    "attention", "block_sparse_attention", "causal_conv", "collectives", "compress", "delta_rule", "embedding",
-    "entries", "experts", "fused", "gated_activation", "gated_linear", "gather_rows", "latent_attention", "layer_norm",
-    "linear", "linear_attention", "linear_recurrence", "quantised_experts", "quantised_linear", "rms_norm", "rotary",
-    "rotary_write_kv", "rounded", "route", "sampling", "selective_scan", "sinkhorn", "sparse_attention",
-    "state_space_scan", "wkv",
-)  # fmt: skip
-"""The folders of this room: each has a module `records`, imported when a record is first asked for."""
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "attention": ("paged_attention", "attention", "write_kv"),
+    "block_sparse_attention": (
+        "paged_select_blocks", "paged_block_sparse_attention", "select_blocks", "block_sparse_attention",
+    ),
+    "causal_conv": ("stateful_causal_conv", "causal_conv"),
+    "collectives": (
+        "send", "receive", "all_reduce", "all_gather", "reduce_scatter", "all_reduce_residual_rms_norm",
+    ),
+    "compress": ("stateful_compress", "compress"),
+    "delta_rule": ("stateful_delta_rule", "delta_rule"),
+    "embedding": ("embedding", "sharded_embedding"),
+    "entries": (
+        "paged_entry_attention", "paged_select_entries", "write_entries", "entry_attention", "select_entries",
+    ),
+    "experts": ("experts", "grouped_linear"),
+    "fused": ("fused",),
+    "gated_activation": ("gated_activation",),
+    "gated_linear": ("gated_linear",),
+    "gather_rows": ("gather_rows",),
+    "latent_attention": ("latent_attention", "paged_latent_attention", "write_latent"),
+    "layer_norm": ("layer_norm",),
+    "linear_attention": ("stateful_linear_attention", "linear_attention"),
+    "linear_recurrence": ("stateful_linear_recurrence", "linear_recurrence"),
+    "quantised_experts": ("quantised_experts",),
+    "quantised_linear": ("quantised_linear", "rounded_linear"),
+    "rms_norm": ("rms_norm", "residual_rms_norm", "norm_residual_norm"),
+    "rotary": ("rotary", "rotary_tables", "rope_frequencies"),
+    "rotary_write_kv": ("rotary_write_kv",),
+    "rounded": ("rounded_rms_norm", "rounded_residual_rms_norm", "rounded_gated_activation"),
+    "route": ("route",),
+    "sampling": ("sample",),
+    "selective_scan": ("stateful_selective_scan", "selective_scan"),
+    "sinkhorn": ("sinkhorn",),
+    "sparse_attention": (
+        "paged_select_keys", "paged_sparse_latent_attention", "write_index_keys", "select_keys",
+        "sparse_latent_attention",
+    ),
+    "state_space_scan": ("stateful_state_space_scan", "state_space_scan"),
+    "wkv": ("stateful_wkv", "wkv"),
+}  # fmt: skip
+"""The folders of this room, and the ops of Precast whose records each has in a module `records`: it is imported when
+one of its ops is first asked for."""
+_OF_ATEN: tuple[str, ...] = (
+    "precast.kernels.linear.records",
+    "precast.kernels.aten",
+    "precast.kernels.without_torch.records",
+)
+"""Where records of PyTorch's ops are: what stands in for torch comes last."""
 
 CPU_COPIES = 16
 """How often a CPU may hold an op's results and the activations that it takes, copied, widened and sorted."""
@@ -51,10 +91,9 @@ class Case(NamedTuple):
 
 @cache
 def all_records() -> tuple[Record, ...]:
-    """Every record, family by family, the fastest of an op first: what stands in for torch comes last."""
-    families = [import_module(f"precast.kernels.{family}.records") for family in _FAMILIES]
-    without_torch = import_module("precast.kernels.without_torch.records")
-    return (*(record for family in families for record in family.RECORDS), *aten.RECORDS, *without_torch.RECORDS)
+    """Every record, family by family, the fastest of an op first."""
+    modules = [*(f"precast.kernels.{family}.records" for family in _FAMILIES), *_OF_ATEN]
+    return tuple(record for module in modules for record in import_module(module).RECORDS)
 
 
 def records_of(op: str, version: int) -> tuple[Record, ...]:
@@ -68,15 +107,17 @@ def records_of(op: str, version: int) -> tuple[Record, ...]:
             f"op {op}@{version} is not in the op table",
             fix="load the bundle with the Precast that built it, or a newer one",
         )
-    return tuple(record for record in _by_op().get(op, ()) if version in record.op_versions)
+    return tuple(record for record in _records_of(op) if version in record.op_versions)
 
 
 @cache
-def _by_op() -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = {}
-    for record in all_records():
-        found.setdefault(record.op, []).append(record)
-    return found
+def _records_of(op: str) -> tuple[Record, ...]:
+    """Of all versions."""
+    namespace, _, name = op.partition(".")
+    modules = _OF_ATEN
+    if namespace == "precast":
+        modules = tuple(f"precast.kernels.{family}.records" for family, names in _FAMILIES.items() if name in names)
+    return tuple(record for module in modules for record in import_module(module).RECORDS if record.op == op)
 
 
 def runnable(

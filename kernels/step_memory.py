@@ -28,7 +28,6 @@ _OF_VALUES = ("T", "B", "R", *sorted(WORLD))
 """The symbols in the sizes of a value that has an address; page lists have others."""
 
 
-@liveness.computed()
 def addresses_of(graph: Graph, target: Target, sizes: Mapping[str, int]) -> Addresses:
     """Addresses of the values of a verified graph that implementations for a target write where they are told.
 
@@ -36,7 +35,13 @@ def addresses_of(graph: Graph, target: Target, sizes: Mapping[str, int]) -> Addr
     """
     placed = {block.name: _written(block, block.nodes, target) for block in graph.blocks}
     placed[""] = _written(graph, [step for step in graph.main if isinstance(step, Node)], target)
-    return plans.plan(graph, placed, {name: sizes[name] for name in _OF_VALUES if name in sizes})
+    return addresses_of_written(graph, placed, sizes)
+
+
+@liveness.computed()
+def addresses_of_written(graph: Graph, written: Mapping[str, frozenset[str]], sizes: Mapping[str, int]) -> Addresses:
+    """As `addresses_of`, of the values that are `written` so: by block, and by "" those of `main`."""
+    return plans.plan(graph, written, {name: sizes[name] for name in _OF_VALUES if name in sizes})
 
 
 def _written(function: Graph | Block, nodes: Sequence[Node], target: Target) -> frozenset[str]:

@@ -83,7 +83,9 @@ class Use(NamedTuple):
 
     def number(self, name: str, axis: int) -> int | None:
         """A size of an argument on one rank of the target's world; None where it depends on the step."""
-        size = self._on_a_rank(self.shape(name)[axis])
+        size = self.shape(name)[axis]
+        if not isinstance(size, int):
+            size = self._on_a_rank(size)
         return size if isinstance(size, int) else None
 
     def width(self, name: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
@@ -121,7 +121,8 @@ def splits_of(use: Use) -> Splits:
     return Splits(*(by_slots(_sequences(use), each) for each in values))
 
 
-def by_slots(slots: Expr, values: Sequence[int]) -> Expr:
+@cache
+def by_slots(slots: Expr, values: tuple[int, ...]) -> Expr:
     """The first value up to `SLOTS[0]` slots, the next one up to `SLOTS[1]`; the last one for more."""
     found: Expr = values[-1]
     for most, value, following in zip(SLOTS, values, values[1:], strict=False):

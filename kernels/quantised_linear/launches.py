@@ -93,7 +93,9 @@ def _block(use: Use) -> tuple[int, int] | None:
     if not isinstance(given, Items):
         return None
     sizes = [arg.expr if isinstance(arg, Dim) else arg.value for arg in given.items if isinstance(arg, (Dim, Const))]
-    found = [symbols.substitute(size, {"tp": use.target.tp, "rank": 0}) for size in sizes]  # type: ignore[arg-type]
+    found = sizes
+    if not all(isinstance(size, int) for size in sizes):
+        found = [symbols.substitute(size, {"tp": use.target.tp, "rank": 0}) for size in sizes]  # type: ignore[arg-type]
     return (found[0], found[1]) if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
 
 

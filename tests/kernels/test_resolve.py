@@ -5,6 +5,8 @@ of artificial records, for what none of today's says.
 from __future__ import annotations
 
 import itertools
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 from graph_text import parse_graph
 from msgspec.structs import replace
 
+from precast import kernels
 from precast.ir.errors import BundleError, TargetError
 from precast.ir.graph.schema import Arg, Const, Dtype, Expr, Node, Ref, TensorType, Value
 from precast.ir.graph.symbols import add, evaluate, mul
@@ -683,6 +686,15 @@ def test_records_have_names_of_their_own_and_ops_of_the_table() -> None:
     assert len(set(names)) == len(names)
     for record in all_records():
         assert all(ops.lookup(record.op, version) is not None for version in record.op_versions)
+        assert all(record in records_of(record.op, version) for version in record.op_versions)
+
+
+def test_records_of_all_folders_are_known() -> None:
+    folders = [file.parent.name for file in Path(kernels.__file__).parent.glob("*/records.py")]
+    modules = [import_module(f"precast.kernels.{folder}.records") for folder in folders]
+
+    assert len(folders) > 20
+    assert {record.name for module in modules for record in module.RECORDS} <= {each.name for each in all_records()}
 
 
 def test_an_unknown_op_is_refused() -> None:
