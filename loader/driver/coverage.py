@@ -6,6 +6,7 @@ It runs a graph if every op, in every size class that a step of the engine's lim
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from precast.ir.errors import BundleError, TargetError
@@ -18,6 +19,8 @@ from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels import step_memory
 from precast.kernels.choices import runnable
 from precast.kernels.native import Native
+from precast.kernels.records import Ranges
+from precast.kernels.sampling.launches import rows_apart
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.step_launches import (
     DrawnPart,
@@ -29,12 +32,16 @@ from precast.kernels.step_launches import (
 from precast.kernels.use import Target, statics_in, types_in, use_of
 from precast.loader.device import Buffer
 from precast.loader.driver.collectives import Collectives
+from precast.loader.driver.node_ways import Sizes, covered_cases, is_view
 from precast.loader.driver.placed import ACTIVATIONS, OUTPUT, WORKSPACE, NotCoveredError, Number
-from precast.loader.driver.program import NativeProgram, Sizes, covered_cases, is_view
+from precast.loader.driver.program import Launching, NativeProgram
 from precast.loader.sizing import EngineLimits
 
 _TRIED = ((7, 3), (1, 1), (64, 64))
 """Tokens and sequences of steps in which views are looked at; of what is larger, strides differ in sizes alone."""
+_LATER = 2
+"""By how much larger than the least sizes of a class those of a step are that is neither at its beginning nor at its
+end."""
 
 
 def most_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:
@@ -57,13 +64,12 @@ def covered(
     if not runnable("precast.sample", SAMPLE_VERSION, target, control="static", dtypes={"logits": logits.dtype}):
         raise NotCoveredError(f"precast.sample of {logits.dtype} is computed by torch")
     program = NativeProgram(graph, target, most, collectives)
-    addresses = step_memory.addresses_of(graph, target, most)
+    addresses = step_memory.addresses_of_written(graph, program.written, most)
     anywhere = Anywhere(graph, () if collectives is None else collectives.names)
     for num_tokens, num_seqs in _TRIED:
         sizes = most | {pool.pages: 1 for pool in graph.caches.pools}
         sizes |= {name: min(most[name], tried) for name, tried in (("T", num_tokens), ("B", num_seqs), ("R", num_seqs))}
-        for _ in program.ready_once(sizes, anywhere.of(sizes), addresses):
-            pass
+        program.ready(sizes, anywhere.of(sizes), addresses)
     return program, addresses
 
 
@@ -84,18 +90,43 @@ def lacking(
     program: NativeProgram, graph: Graph, addresses: Addresses, layer: NativeLayer, most: Sizes,
     part: DrawnPart | None = None,
 ) -> list[str]:  # fmt: skip
-    """The kernels of steps of up to these sizes that a layer doesn't have, by name: of one step of each class. `part`:
-    what a rank has of the logits."""
+    """The kernels of steps of up to these sizes that a layer doesn't have, by name: of the least and the largest step
+    of each class, and of one between. `part`: what a rank has of the logits."""
     anywhere = Anywhere(graph, () if program.collectives is None else program.collectives.names)
     native, wanted = Native(layer), set[tuple[str, str, tuple[int, ...]]]()
-    for tokens, count in _steps_of_classes(program, most):
-        sizes = {**most, "T": tokens, "B": count, "R": count} | {pool.pages: 1 for pool in graph.caches.pools}
-        for each in program.ready_once(sizes, anywhere.of(sizes), addresses):
+    steps: defaultdict[tuple[int, int, int], list[Launching]] = defaultdict(list)
+    for ranges, launching in program.classes():
+        for step in steps_within(ranges, most):
+            steps[step] += launching
+    pages = {pool.pages: 1 for pool in graph.caches.pools}
+    for (tokens, count, rows), launching in steps.items():
+        sizes = {**most, **pages, "T": tokens, "B": count, "R": rows}
+        for each in program.ready_alone(launching, sizes, anywhere.of(sizes), addresses):
             if each.key:
                 wanted.add((each.launch.kernel, each.key, _integers(each.values)))
-        for launch in beside_the_graph(graph, program.target, tokens, count, part):
+    drawn = [(tokens, rows) for tokens, _, rows in steps_within({}, most)]
+    if part is not None:
+        drawn += [(rows, rows) for rows in rows_apart(most["R"])]
+    for tokens, rows in drawn:
+        for launch in beside_the_graph(graph, program.target, tokens, rows, part):
             wanted.add((launch.launch.kernel, launch.key, tuple(launch.values())))
     return sorted({kernel for kernel, key, values in wanted if native.find(key, values) is None})
+
+
+def steps_within(ranges: Ranges, most: Sizes) -> list[tuple[int, int, int]]:
+    """Tokens, sequences and rows of logits of the least and of the largest step for which they lie in these ranges, and
+    of one between, each once; none if there is no such step. No step has fewer tokens than sequences, or than rows."""
+    low = {symbol: max(ranges.get(symbol, (1, None))[0], 1) for symbol in ("T", "B", "R")}
+    ends = {symbol: ranges.get(symbol, (1, None))[1] for symbol in low}
+    high = {symbol: most[symbol] if end is None else min(end, most[symbol]) for symbol, end in ends.items()}
+    low["B"] = max(low["B"], low["R"])
+    low["T"] = max(low["T"], low["B"])
+    high["B"] = min(high["B"], high["T"])
+    high["R"] = min(high["R"], high["B"])
+    if any(low[symbol] > high[symbol] for symbol in low):
+        return []
+    between = {symbol: min(low[symbol] + _LATER, high[symbol]) for symbol in low}
+    return list(dict.fromkeys((sizes["T"], sizes["B"], sizes["R"]) for sizes in (low, between, high)))
 
 
 def beside_the_graph(
@@ -109,15 +140,6 @@ def beside_the_graph(
         yield from drawing_launches(logits, target, num_rows, captured=True)
     else:
         yield from part_drawing_launches(logits.dtype, target, num_rows, part)
-
-
-def _steps_of_classes(program: NativeProgram, most: Sizes) -> list[tuple[int, int]]:
-    """Tokens and sequences of steps at the ends of the classes of sizes, with the fewest sequences and the most."""
-    ends = {symbol: {1, most[symbol]} for symbol in ("T", "B", "R")}
-    for symbol, numbers in program.ends.items():
-        ends[symbol] |= {number for number in numbers if 1 <= number <= most[symbol]}
-    steps = {(tokens, count) for tokens in ends["T"] for count in (1, min(tokens, most["B"]))}
-    return sorted(steps | {(max(count, 1), count) for count in ends["B"] | ends["R"]})
 
 
 def _integers(values: Sequence[Number]) -> tuple[int, ...]:
@@ -148,14 +170,20 @@ class Anywhere:
             value.name: caches.page_stride(plan, group.pool) // element_bytes(value.type.dtype)
             for group, slot in caches.slots(plan) for value in slot.tensors
         }  # fmt: skip
-        self._sized = (*graph.constants, *graph.inputs, *caches.tensors(graph.caches))
+        self._inputs = graph.inputs
         names = (ACTIVATIONS, WORKSPACE, *others, *(OUTPUT + value for value in graph.outputs.values()))
         self._always = {name: Buffer(0, "uint8", (0,), (1,), None) for name in names}
-        self._always |= {param.name: self._buffer(Value(param.name, param.type), {}) for param in graph.params}
+        pages = {pool.pages: 1 for pool in graph.caches.pools}
+        kept = (
+            *graph.constants,
+            *caches.tensors(graph.caches),
+            *(Value(each.name, each.type) for each in graph.params),
+        )
+        self._always |= {value.name: self._buffer(value, pages) for value in kept}
 
     def of(self, sizes: Sizes) -> dict[str, Buffer]:
         """In a step of these sizes."""
-        return self._always | {value.name: self._buffer(value, sizes) for value in self._sized}
+        return self._always | {value.name: self._buffer(value, sizes) for value in self._inputs}
 
     def _buffer(self, value: Value, sizes: Sizes) -> Buffer:
         shape = tuple([symbols.evaluate(size, sizes) for size in value.type.shape])

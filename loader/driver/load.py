@@ -18,7 +18,8 @@ from precast.ir.graph.world import UNSHARDED
 from precast.ir.native import NativeLayer
 from precast.ir.waits import ended
 from precast.ir.weights.checkpoint import CheckpointFiles
-from precast.kernels.choices import all_records
+from precast.kernels.choices import records_of
+from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import GPU
 from precast.loader.collector import collector_held
 from precast.loader.driver import param_plan, weights
@@ -64,7 +65,8 @@ def load_with_driver(
         with timeline.phase("imports"):
             from precast.loader.driver import ready
 
-            all_records()
+            for op, version in (*opened.manifest.ops.items(), ("precast.sample", SAMPLE_VERSION)):
+                records_of(op, version)
         graph = ready.checked(graph, options, opened)
         begun = ended(context)
         timeline.add("context", start=begun.start, seconds=begun.seconds)

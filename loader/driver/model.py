@@ -20,8 +20,9 @@ from precast.kernels.step_launches import (
 from precast.kernels.use import Target, types_in
 from precast.loader.device import Buffer, Device, aligned
 from precast.loader.driver.kernels import Kernels, Run
+from precast.loader.driver.node_ways import Sizes
 from precast.loader.driver.placed import ACTIVATIONS, OUTPUT, WORKSPACE, Number
-from precast.loader.driver.program import NativeProgram, Ready, Sizes
+from precast.loader.driver.program import NativeProgram, Ready
 from precast.loader.program.sources import sources_of
 
 ALIGNMENT = 256

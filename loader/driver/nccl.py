@@ -14,12 +14,14 @@ from functools import cache
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Dtype
 from precast.kernels.collectives.launches import Among
-from precast.loader.world.descriptors import Exchange
+
+if TYPE_CHECKING:
+    from precast.loader.world.descriptors import Exchange
 
 NAME = "libnccl.so.2"
 SETTINGS = {"NCCL_NVLS_ENABLE": "0"}

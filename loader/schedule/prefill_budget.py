@@ -10,7 +10,6 @@ Nothing here knows clocks or devices: whoever computes steps says how many token
 from __future__ import annotations
 
 import math
-import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -100,7 +99,8 @@ class PrefillBudget:
     def _decode_seconds(self, num_decodes: int) -> float:
         """Of a step without prompts, at least: fewer sequences take no longer, and not more of them a second."""
         size = self._size_for(num_decodes)
-        return statistics.median_low(seconds * min(1.0, size / other) for other, seconds in self._decodes)
+        found = sorted(seconds * min(1.0, size / other) for other, seconds in self._decodes)
+        return found[(len(found) - 1) // 2]  # the median; `statistics` takes a start longer to import
 
     def _mixed_seconds(self, size: int) -> float | None:
         """Of a step of this size with prompts; None if two of them were not measured lately."""

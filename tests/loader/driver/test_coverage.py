@@ -15,8 +15,9 @@ from precast.builder.source.shrink import shrink
 from precast.ir.artifact import Bundle
 from precast.ir.graph.schema import Graph
 from precast.ir.native import NativeKernel, NativeLayer
+from precast.kernels.records import Ranges
 from precast.kernels.use import GPU
-from precast.loader.driver.coverage import covered, lacking, most_sizes, uncovered
+from precast.loader.driver.coverage import covered, lacking, most_sizes, steps_within, uncovered
 from precast.loader.placement import Placement, bind_world
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import CpuDevice
@@ -120,6 +121,37 @@ def test_kernels_that_a_step_of_some_size_wants_are_missed_before_any_is_served(
     assert gone(bundle, layer) == []
     assert gone(bundle, without(of_many)) == [of_many]
     assert gone(bundle, without(drawing)) == [drawing]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_each_kernel_that_some_step_launches_is_missed(family: str, tmp_path: Path) -> None:
+    bundle = built(family, COVERED.get(family, {}), tmp_path)
+    layer = layer_of(bundle)
+    program, _ = covered(of_one_rank(bundle), GPU, limits(bundle))
+    keys = {key: launch.kernel for launch, key in program.launches() if key}
+
+    assert len(keys) > 10
+    for key, kernel in keys.items():
+        others = replace(layer, kernels=tuple(each for each in layer.kernels if each.key != key))
+        assert gone(bundle, others) == [kernel]
+
+
+def test_steps_lie_at_both_ends_of_a_class_and_between() -> None:
+    def sizes(ranges: Ranges) -> list[tuple[int, int, int]]:
+        return steps_within(ranges, {"T": 8192, "B": 256, "R": 256})
+
+    assert sizes({}) == [(1, 1, 1), (3, 3, 3), (8192, 256, 256)]
+    assert sizes({"T": (9, 64)}) == [(9, 1, 1), (11, 3, 3), (64, 64, 64)]
+    assert sizes({"T": (0, 8), "B": (3, 8)}) == [(3, 3, 1), (5, 5, 3), (8, 8, 8)]
+    assert sizes({"R": (9, None)}) == [(9, 9, 9), (11, 11, 11), (8192, 256, 256)]
+    assert sizes({"B": (1, 1), "T": (65, None)}) == [(65, 1, 1), (67, 1, 1), (8192, 1, 1)]
+    assert sizes({"T": (2, 2)}) == [(2, 1, 1), (2, 2, 2)]
+    assert sizes({"T": (1, 1)}) == [(1, 1, 1)]
+
+
+@pytest.mark.parametrize("ranges", [{"T": (0, 8), "B": (9, 32)}, {"B": (1, 2), "R": (3, None)}, {"T": (9000, None)}])
+def test_classes_without_a_step_have_none(ranges: Ranges) -> None:
+    assert steps_within(ranges, {"T": 8192, "B": 256, "R": 256}) == []
 
 
 def test_pages_of_small_states_are_as_far_apart_as_they_will_be(tmp_path: Path) -> None:
