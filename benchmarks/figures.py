@@ -268,7 +268,22 @@ def start_page() -> str:
         rows = (row[:4] + row[7:] for row in start_figures.rows(few))
         heads = start_figures.HEADS[:4] + start_figures.HEADS[7:]
         text += f"\nIn few bits, without torch, beside bfloat16 in the same run:\n\n{_table(heads, rows)}"
-    return text
+    return text + _start_on_host()
+
+
+def _start_on_host() -> str:
+    """What a start without torch does in Python."""
+    found = result("start_on_host")
+    torch = found.pop("import_torch_ms")
+    phases = list(next(iter(found.values()))["ms"])
+    rows = [
+        (start_figures.NAMES[shape], *(f"{each['ms'][name]:.0f}" for name in phases), f"{each['ms_in_all']:.0f}")
+        for shape, each in found.items()
+    ]
+    cores = _read("start_on_host")["machine"]["cores"]
+    text = f"\nWhat of a start without torch is Python, in ms of one of {cores} cores, where `import torch` takes "
+    text += f"{torch:,.0f}:\n\n"
+    return text + _table(("", *phases, "in all"), rows)
 
 
 SERVED = {
