@@ -5,10 +5,9 @@ from __future__ import annotations
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, minimum, mul
 from precast.kernels.attention.launches import by_slots
-from precast.kernels.blocks import num_warps, power_of_two
-from precast.kernels.latent_attention.launches import absorbed_tile
+from precast.kernels.blocks import power_of_two
+from precast.kernels.latent_attention.launches import absorbed_tile, written
 from precast.kernels.records import Launch, Pointer, Stride
-from precast.kernels.rotary_write_kv.launches import LARGEST_FLOAT8
 from precast.kernels.rows import known, overlaps, real
 from precast.kernels.use import Use
 
@@ -72,32 +71,7 @@ def attend(use: Use) -> tuple[Launch, ...]:
 
 def write_entries(use: Use) -> tuple[Launch, ...]:
     """`precast.write_entries`, in one launch: latents without a rope part, of the last tokens of blocks."""
-    size, has_pdl = known(use, "entries", 2), overlaps(use)
-    return (
-        Launch(
-            kernel="precast.kernels.latent_attention.triton:write_latent_kernel",
-            grid=(use.shape("entries")[1],),
-            args=(
-                *(Pointer(name) for name in ("entries", "entries", "cache", "slot_mapping")),
-                mul(*use.shape("cache")[:2]),
-                *(Stride("entries", axis) for axis in (1, 2, 1, 2)),
-                *(Stride("cache", axis) for axis in range(3)),
-                Stride("slot_mapping", 0),
-            ),
-            constants={
-                "PAGE_SIZE": known(use, "cache", 1),
-                "RATE": _rate(use),
-                "LATENT": size,
-                "ROPE": 0,
-                "BLOCK_C": power_of_two(size),
-                "BLOCK_R": 1,
-                "LIMIT": LARGEST_FLOAT8 if use.width("cache") == 1 else 0.0,
-                "PDL": has_pdl,
-            },
-            num_warps=num_warps(power_of_two(size)),
-            pdl=has_pdl,
-        ),
-    )
+    return (written(use, "entries", rate=_rate(use)),)
 
 
 def _rate(use: Use) -> int:

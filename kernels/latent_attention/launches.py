@@ -135,32 +135,36 @@ def absorbed_tile(use: Use) -> Tile:
 
 def write_latent(use: Use) -> tuple[Launch, ...]:
     """`precast.write_latent`, in one launch."""
-    latent, rope = known(use, "latent", 2), known(use, "k_rope", 2)
-    has_pdl = overlaps(use)
-    return (
-        Launch(
-            kernel=_KERNELS + "write_latent_kernel",
-            grid=(use.shape("latent")[1],),
-            args=(
-                *(Pointer(name) for name in ("latent", "k_rope", "cache", "slot_mapping")),
-                mul(*use.shape("cache")[:2]),
-                *(Stride(name, axis) for name in ("latent", "k_rope") for axis in (1, 2)),
-                *(Stride("cache", axis) for axis in range(3)),
-                Stride("slot_mapping", 0),
-            ),
-            constants={
-                "PAGE_SIZE": known(use, "cache", 1),
-                "RATE": 1,
-                "LATENT": latent,
-                "ROPE": rope,
-                "BLOCK_C": power_of_two(latent),
-                "BLOCK_R": power_of_two(rope),
-                "LIMIT": LARGEST_FLOAT8 if use.width("cache") == 1 else 0.0,
-                "PDL": has_pdl,
-            },
-            num_warps=num_warps(power_of_two(latent)),
-            pdl=has_pdl,
+    return (written(use, "latent", "k_rope"),)
+
+
+def written(use: Use, latents: str, rope: str = "", *, rate: int = 1) -> Launch:
+    """The launch that writes `latents` [1, T, C] and, if they have some, their `rope` parts [1, T, R] into a cache: one
+    for each `rate` tokens."""
+    size, rope_size, has_pdl = known(use, latents, 2), known(use, rope, 2) if rope else 0, overlaps(use)
+    given = latents, rope or latents
+    return Launch(
+        kernel=_KERNELS + "write_latent_kernel",
+        grid=(use.shape(latents)[1],),
+        args=(
+            *(Pointer(name) for name in (*given, "cache", "slot_mapping")),
+            mul(*use.shape("cache")[:2]),
+            *(Stride(name, axis) for name in given for axis in (1, 2)),
+            *(Stride("cache", axis) for axis in range(3)),
+            Stride("slot_mapping", 0),
         ),
+        constants={
+            "PAGE_SIZE": known(use, "cache", 1),
+            "RATE": rate,
+            "LATENT": size,
+            "ROPE": rope_size,
+            "BLOCK_C": power_of_two(size),
+            "BLOCK_R": power_of_two(rope_size) if rope else 1,
+            "LIMIT": LARGEST_FLOAT8 if use.width("cache") == 1 else 0.0,
+            "PDL": has_pdl,
+        },
+        num_warps=num_warps(power_of_two(size)),
+        pdl=has_pdl,
     )
 
 

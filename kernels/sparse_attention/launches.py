@@ -7,10 +7,9 @@ from typing import NamedTuple
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, maximum, minimum, mul
 from precast.kernels.attention.launches import Tile, by_slots, has_large_memory
-from precast.kernels.blocks import num_warps, power_of_two
-from precast.kernels.latent_attention.launches import absorbed_tile, head_product, sizes_of
+from precast.kernels.blocks import power_of_two
+from precast.kernels.latent_attention.launches import absorbed_tile, head_product, sizes_of, written
 from precast.kernels.records import Launch, Pointer, Stride
-from precast.kernels.rotary_write_kv.launches import LARGEST_FLOAT8
 from precast.kernels.rows import known, overlaps, real
 from precast.kernels.sparse_attention.limits import OWN_SCORES
 from precast.kernels.use import Use
@@ -37,32 +36,7 @@ _KERNELS = "precast.kernels.sparse_attention."
 
 def write_index_keys(use: Use) -> tuple[Launch, ...]:
     """`precast.write_index_keys`, in one launch: latents whose keys have no rope part."""
-    size, has_pdl = known(use, "k", 2), overlaps(use)
-    return (
-        Launch(
-            kernel="precast.kernels.latent_attention.triton:write_latent_kernel",
-            grid=(use.shape("k")[1],),
-            args=(
-                *(Pointer(name) for name in ("k", "k", "cache", "slot_mapping")),
-                mul(*use.shape("cache")[:2]),
-                *(Stride("k", axis) for axis in (1, 2, 1, 2)),
-                *(Stride("cache", axis) for axis in range(3)),
-                Stride("slot_mapping", 0),
-            ),
-            constants={
-                "PAGE_SIZE": known(use, "cache", 1),
-                "RATE": 1,
-                "LATENT": size,
-                "ROPE": 0,
-                "BLOCK_C": power_of_two(size),
-                "BLOCK_R": 1,
-                "LIMIT": LARGEST_FLOAT8 if use.width("cache") == 1 else 0.0,
-                "PDL": has_pdl,
-            },
-            num_warps=num_warps(power_of_two(size)),
-            pdl=has_pdl,
-        ),
-    )
+    return (written(use, "k"),)
 
 
 class _Workspace(NamedTuple):
