@@ -51,8 +51,9 @@ def readme() -> str:
     build, restored, front = result("build"), result("restore"), result("front_door")
     gpu, cached = result("gpu_llama_8b"), result("caches")
     small, large = build["llama-3.1-8b"], build["llama-3.1-405b"]
-    start, half, long = gpu["start_bfloat16"], gpu["bfloat16"], cached[LONG]
-    prefill = result("gpu_steps")["llama-3.1-8b"]["captured"]["prefill_tokens_per_s"]["1 x 4096"]
+    half, long = gpu["bfloat16"], cached[LONG]
+    start, few = result("gpu_start")["llama-3.1-8b"], result("gpu_start_few_bits")["gpt-oss-20b-mxfp4"]
+    captured = start["driver, captured"]["captured"]
     commands = sorted({f"{front['seconds'][name]:.2f}" for name in ("inspect", "verify", "digest")})
     equal = sum(gpu["float32"]["greedy_tokens_equal"])
     at_start = long["vLLM's arithmetic at start, by tokens a step"]["16384"]
@@ -68,18 +69,24 @@ def readme() -> str:
          f"`import torch`: {front['seconds']['import_torch']:.2f} s", place("front_door")),
         ("`precast inspect`, `verify`, `digest`, start to end of the process", f"{_span(commands)} s",
          f"an empty Python: {front['seconds']['python']:.2f} s", place("front_door")),
-        ("`precast run` from its first line to its first token, weights in the page cache",
-         f"{start['first_token_seconds']:.1f} s",
-         "importing torch, the CUDA context, and a copy of as many pinned bytes: "
-         f"{start['import_context_and_pinned_copy_seconds']:.1f} s", place("gpu_llama_8b")),
-        ("of which weights from the page cache to the GPU", f"{start['phases']['weights']:.1f} s", "",
-         place("gpu_llama_8b")),
+        ("from a new process to the first token, without torch, weights in the page cache "
+         "([docs/start.md](docs/start.md))",
+         f"**{start['driver']['median']:.2f} s**",
+         f"the CUDA context and a read of the same files by twelve threads: {start['floor']['median']:.2f} s",
+         place("gpu_start")),
+        ("the same with torch", f"{start['torch']['median']:.2f} s",
+         f"`import torch`, its context and the same read: {start['torch floor']['median']:.2f} s", place("gpu_start")),
+        (f"the same for GPT-OSS-20B in MXFP4, {few['floor']['bytes'] / 1e9:.1f} GB, without torch",
+         f"{few['driver']['median']:.2f} s", f"context and read: {few['floor']['median']:.2f} s",
+         place("gpu_start_few_bits")),
+        ("CUDA graphs of all sizes of steps, captured after the first token",
+         f"{captured['graphs']} in {captured['seconds']:.2f} s", f"{captured['compilations']} kernels compiled",
+         place("gpu_start")),
         ("float32: prompts whose 32 greedy tokens are transformers'",
          f"{equal} of {len(gpu['float32']['greedy_tokens_equal'])}", "", place("gpu_llama_8b")),
         ("bfloat16: logits, relative to transformers' in float32", f"off by {_range(half['logit_errors'], 3)}",
          f"transformers' own in bfloat16: {_range(gpu['transformers_bfloat16_logit_errors'], 3)}",
          place("gpu_llama_8b")),
-        ("prefill of 4,096 tokens, bfloat16", f"{round(prefill, -2):,.0f} tokens/s", "", place("gpu_steps")),
         ("useful bytes among allocated cache bytes, six geometries under three workloads, simulated",
          f"{_useful_by_seed(cached)} % ([docs/caches.md](docs/caches.md#figures))",
          f"uniform pages: {_useful(cached, 'uniform pages')} %; one table for all layers: "
@@ -94,7 +101,8 @@ def readme() -> str:
         f"*CPU*: {_machine('build')}. *{place('gpu_llama_8b')}*: one {_read('gpu_llama_8b')['machine']['gpu']} and "
         f"{_machine('gpu_llama_8b')}.\n\n"
     )
-    return words + _table(("what", "figure", "beside it, in the same run", "machine"), rows) + _steps()
+    table = _table(("what", "figure", "beside it, in the same run", "machine"), rows)
+    return f"{words}{table}\nA decode step as it is served without torch, by numbers of sequences. {quantised_page()}"
 
 
 def _weights_bytes(measured: Any) -> int:
@@ -103,8 +111,8 @@ def _weights_bytes(measured: Any) -> int:
     return int(next(phase["bytes"] for phase in phases if phase["name"] == "weights"))
 
 
-def _steps() -> str:
-    """The table of decode steps, op by op and captured."""
+def steps_page() -> str:
+    """The table of docs/steps.md: decode steps with torch, op by op and captured."""
     figures = result("gpu_steps")
     batches = [key for key in next(iter(figures.values()))["captured"] if key.isdecimal()]
     rows = []
@@ -113,10 +121,10 @@ def _steps() -> str:
         once = found["capture"]
         rows.append((STEPPED.get(shape, shape), *pairs, f"{once['sizes']} sizes, {once['seconds']:.1f} s"))
     words = (
-        "\nA decode step as served, in milliseconds: op by op / captured as a CUDA graph. Random weights in bfloat16, "
-        f"{place('gpu_steps')}. The first load of a model on a machine also compiles Triton's kernels.\n\n"
+        "Decode steps with torch, in milliseconds, op by op / captured as a CUDA graph, by numbers of sequences. "
+        f"Random weights in bfloat16, one {_read('gpu_steps')['machine']['gpu']}.\n\n"
     )
-    return words + _table(("shape", *(f"{batch} seq." for batch in batches), "capturing, once a load"), rows)
+    return words + _table(("", *(f"{batch} seq." for batch in batches), "capturing, once a load"), rows)
 
 
 def caches_page() -> str:
@@ -297,7 +305,7 @@ SERVED = {
 
 
 def quantised_page() -> str:
-    """The table of docs/quantisation.md: what steps take as they are served, without torch."""
+    """The table of docs/quantisation.md and README.md: what steps take as they are served, without torch."""
     rows, found = [], result("gpu_served")
     for shape in SERVED:
         driver = found.get(shape, {}).get("driver", {})
@@ -328,6 +336,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/registry.md": registry_page,
     "docs/sharding.md": sharding_page,
     "docs/start.md": start_page,
+    "docs/steps.md": steps_page,
     "docs/trust.md": trust_page,
     "examples/image/README.md": image_page,
 }  # fmt: skip
