@@ -4,8 +4,10 @@ Claim: it takes less of a processor than `import torch` alone, whatever the mode
 start's way where weights are soon there: few bits (docs/start.md). Each run is a fresh process, of which processor time
 is counted, so that others on the machine change little; nothing is launched.
 
-    python benchmarks/bench_gpu_served.py --build DIR [SHAPE ...]       # bundles and native layers
-    python benchmarks/bench_start_on_host.py --bundles DIR [SHAPE ...]
+    python benchmarks/bench_start_on_host.py [--bundles DIR] [SHAPE ...]
+
+Bundles that are not in DIR are built there, with their native layers; those of `bench_gpu_served.py --build` serve,
+too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from support import harness
+from support.published_bundles import build
 
 SHAPES = ("llama-3.1-8b", "llama-3.1-8b-fp8", "llama-3.1-8b-int4", "gpt-oss-20b-mxfp4")
 RUNS = 7
@@ -87,6 +90,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "start_on_host.json")
     parser.add_argument("shapes", nargs="*", default=SHAPES)
     arguments = parser.parse_args()
+    arguments.bundles.mkdir(parents=True, exist_ok=True)
+    for shape in arguments.shapes:
+        if not (arguments.bundles / f"{shape}.bundle").exists():
+            build(arguments.bundles, shape)
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as compiled:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
