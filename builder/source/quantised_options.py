@@ -7,7 +7,8 @@ tensors are listed as such; any other must have a value that is known here, or t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -149,7 +150,7 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
     for name, value in entries.items():
         if name == "quant_method" or (name in _SAYS_NOTHING and name not in allowed):
             continue
-        if name not in allowed or not allowed[name](value):
+        if name not in allowed or not _is_known(allowed[name], value):
             raise refuse(method, _described(str(name), value), where)
     if method == "modelopt":
         _check_modelopt(entries, where)
@@ -166,7 +167,34 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
         for name, group in entries.get("config_groups", {}).items():
             if stored_as(group, entries.get("format")) is None:
                 raise refuse(method, _described_group(str(name), group, entries.get("format")), where)
+    for name, pattern in _patterns(method, entries):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f"{cut(f'{pattern!r} in {name}')}, which is no regular expression ({error})"
+            raise refuse(method, what, where, "correct the pattern, as the checkpoint's publisher means it") from None
     return Quantised(method, entries)
+
+
+def _is_known(check: Check, value: Any) -> bool:
+    """Whether an option has a value that is known; one of another type than the check takes for granted is not."""
+    try:
+        return check(value)
+    except (AttributeError, TypeError):
+        return False
+
+
+def _patterns(method: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The regular expressions for layers' names, each with the option that has it."""
+    if method == "compressed-tensors":
+        lists = [("ignore", entries.get("ignore") or ())]
+        lists += [(f"config_groups.{name}.targets", each["targets"]) for name, each in entries["config_groups"].items()]
+        listed = ((name, pattern) for name, patterns in lists for pattern in patterns if pattern.startswith("re:"))
+        yield from ((name, pattern.removeprefix("re:")) for name, pattern in listed)
+    for pattern in entries.get("dynamic") or () if method == "gptq" else ():
+        yield "dynamic", pattern.removeprefix("-:")
+    for name in ("modules_to_not_convert", "ignored_layers"):
+        yield from ((name, pattern) for pattern in entries.get(name) or ())
 
 
 def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
@@ -207,7 +235,8 @@ def _check_modelopt_groups(
     known = {_MODELOPT[each] for each in algorithms}
     for name, group in (entries.get("config_groups") or {}).items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping) or _modelopt_weights(weights) not in known:
+        found = _modelopt_weights(weights) if isinstance(weights, Mapping) else None
+        if found is None or not any(found == each for each in known):
             raise refuse(method, _described_group(str(name), group), where)
 
 

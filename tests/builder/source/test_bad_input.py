@@ -241,6 +241,55 @@ def test_an_unknown_quantisation(model: Path, llama: dict[str, Any]) -> None:
     refused(model, "feature-unsupported", "the checkpoint is quantised by quip; known are fp8, .*gptq")
 
 
+_GROUP = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "targets": ["Linear"]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        pytest.param(
+            {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "*mlp.gate"]},
+            r"'\*mlp.gate' in modules_to_not_convert, which is no regular expression \(nothing to repeat",
+            id="a pattern",
+        ),
+        pytest.param(
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*(gate": {}}},
+            r"'\.\*\(gate' in dynamic, which is no regular expression",
+            id="a pattern of GPTQ's",
+        ),
+        pytest.param(
+            {"quant_method": "compressed-tensors", "config_groups": {"a": _GROUP}, "ignore": ["*.gate", "re:*.gate"]},
+            r"'\*.gate' in ignore, which is no regular expression",
+            id="a pattern of compressed-tensors'",
+        ),
+        pytest.param(
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {**_GROUP, "targets": ["re:(mlp"]}}},
+            r"'\(mlp' in config_groups.a.targets, which is no regular expression",
+            id="a target",
+        ),
+        pytest.param(
+            {"quant_method": "compressed-tensors", "config_groups": {"a": _GROUP}, "sparsity_config": ["dense"]},
+            r"sparsity_config = \['dense'\]: this is not known",
+            id="a list in place of a mapping",
+        ),
+        pytest.param(
+            {
+                "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [],
+                "config_groups": {"a": {"weights": {"type": "float", "num_bits": [4], "group_size": 16}}},
+            },
+            r"config_groups.a",
+            id="a list in place of a number",
+        ),
+    ],
+)  # fmt: skip
+def test_quantisation_that_says_what_nobody_can_mean(
+    entries: dict[str, Any], reason: str, model: Path, llama: dict[str, Any]
+) -> None:
+    write(model, {**llama, "quantization_config": entries})
+
+    refused(model, "feature-unsupported", f"the checkpoint is quantised by .*{reason}")
+
+
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
