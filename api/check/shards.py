@@ -46,7 +46,7 @@ PROMPTS = (
     (17, 2, 45, 9),
     (99, 4, 4, 120, 56, 31, 8, 77, 23, 61, 14, 90),
 )
-"""Token ids of three sequences; below 121, as those of `precast.check.agreement`."""
+"""Token ids of three sequences; of a smaller vocabulary what is left of them."""
 
 STEPS = ((6, 1, 10), (4, 1, 0), (1, 1, 1), (1, 1, 1))
 """Tokens of each sequence that a step computes: prompts packed, a chunk beside a decoded token, decoding alone."""
@@ -230,7 +230,9 @@ def _compute(model: _Model, placement: Placement, groups: Mapping[str, Group]) -
     memory.arena.fill_(0xFF)  # NaN in every floating type
     program.bind(memory.tensors)
     tables = PageTables(memory.plan, Arena(num_slabs))
-    requests = [Request(i, array("q", ids), len(ids) + 1) for i, ids in enumerate(PROMPTS)]
+    size = model.bundle.manifest.model.vocab_size
+    prompts = [array("q", [each % size for each in ids]) for ids in PROMPTS]
+    requests = [Request(i, ids, len(ids) + 1) for i, ids in enumerate(prompts)]
     for request in requests:
         request.table = tables.new_table()
         tables.grow(request.table, len(request.token_ids))

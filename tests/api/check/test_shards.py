@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from precast.builder.build import build
 from precast.builder.source.shrink import random_model, shrink
-from precast.check.shards import PROMPTS, STEPS, proofs, prove, unsharded
+from precast.check.shards import PROMPTS, STEPS, proofs, prove, prove_with_random_weights, unsharded
 from precast.ir.artifact import Bundle
 from precast.ir.errors import RequestError
 from precast.ir.graph.schema import Graph, Pipeline
@@ -51,6 +51,14 @@ def test_every_world_gives_the_unsharded_logits(model: Model) -> None:
     assert [(each.tp, each.ep, each.pp) for each in found] == [(2, 1, 1), (4, 1, 1), (1, 1, 2), (1, 1, 3)]
     assert all(each.holds for each in found)
     assert all(len(each.rank_bytes) == each.tp * each.pp for each in found)
+
+
+def test_a_small_vocabulary(tmp_path: Path) -> None:
+    config = shrink(LlamaConfig())
+    config.vocab_size = 96
+    bundle = build(config, tmp_path / "bundle", dtype="float32")
+
+    assert prove_with_random_weights(bundle, tp=2).proof.holds
 
 
 def test_ranks_need_their_share(model: Model) -> None:
