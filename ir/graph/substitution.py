@@ -17,8 +17,7 @@ Values = Mapping[str, Expr]
 
 
 def substituted(value: Any, kind: Any, values: Values) -> Any:
-    """`value`, of the type `kind` of the schema, with these expressions in place of symbols in each of its own. What
-    has none of the symbols stays the same object."""
+    """`value`, of the type `kind` of the schema, with these expressions in place of symbols in each of its own."""
     return _in(kind)(value, values)
 
 
@@ -44,7 +43,11 @@ def _in_each(item: Callable[[Any, Values], Any]) -> Callable[[tuple[Any, ...], V
 
 
 def _in_values(item: Callable[[Any, Values], Any]) -> Callable[[dict[str, Any], Values], dict[str, Any]]:
-    return lambda value, values: {key: item(each, values) for key, each in value.items()}
+    def made(value: dict[str, Any], values: Values) -> dict[str, Any]:
+        found = {key: item(each, values) for key, each in value.items()}
+        return value if all(map(operator.is_, found.values(), value.values())) else found
+
+    return made
 
 
 def _in_struct(value: Any, values: Values) -> Any:

@@ -39,9 +39,6 @@ from precast.loader.sizing import EngineLimits
 
 _TRIED = ((7, 3), (1, 1), (64, 64))
 """Tokens and sequences of steps in which views are looked at; of what is larger, strides differ in sizes alone."""
-_LATER = 2
-"""By how much larger than the least sizes of a class those of a step are that is neither at its beginning nor at its
-end."""
 
 
 def most_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:
@@ -105,8 +102,7 @@ def lacking(
             if each.key:
                 wanted.add((each.launch.kernel, each.key, _integers(each.values)))
     drawn = [(tokens, rows) for tokens, _, rows in steps_within({}, most)]
-    if part is not None:
-        drawn += [(rows, rows) for rows in rows_apart(most["R"])]
+    drawn += [(rows, rows) for rows in rows_apart(most["R"])]
     for tokens, rows in drawn:
         for launch in beside_the_graph(graph, program.target, tokens, rows, part):
             wanted.add((launch.launch.kernel, launch.key, tuple(launch.values())))
@@ -125,7 +121,7 @@ def steps_within(ranges: Ranges, most: Sizes) -> list[tuple[int, int, int]]:
     high["R"] = min(high["R"], high["B"])
     if any(low[symbol] > high[symbol] for symbol in low):
         return []
-    between = {symbol: min(low[symbol] + _LATER, high[symbol]) for symbol in low}
+    between = {symbol: min(low[symbol] + 1 + low[symbol] % 2, high[symbol]) for symbol in low}  # uneven numbers
     return list(dict.fromkeys((sizes["T"], sizes["B"], sizes["R"]) for sizes in (low, between, high)))
 
 

@@ -53,9 +53,9 @@ class Ready(NamedTuple):
 
 
 class RunCall(NamedTuple):
-    """A call of a block as it runs. Its arguments that `memory` has (params, caches, inputs) lie where their names say,
-    which are by those that the block has for them; `others` are values of `main`, by the block's names too. `alike` is
-    equal in calls of one block whose memory has equal types."""
+    """A call of a block as it runs. `memory`: by the block's names, where the params, constants, caches and inputs lie
+    that it is given. `others`: by the block's names, in their order, values that `main` makes. `alike` is equal in
+    calls of one block that are given memory of equal types by the same names."""
 
     call: ir.Call
     alike: int
@@ -107,8 +107,8 @@ class NativeProgram:
                 yield next(nodes)
                 continue
             memory = {name: (bound, 0) for name, bound in item.args.items() if bound not in made}
-            kind = item.block, tuple([types[bound] for bound, _ in memory.values()])
-            others = [(name, bound) for name, bound in item.args.items() if bound in made]
+            kind = item.block, tuple([(name, types[memory[name][0]]) for name in sorted(memory)])
+            others = sorted((name, bound) for name, bound in item.args.items() if bound in made)
             yield RunCall(item, kinds.setdefault(kind, len(kinds)), memory, others)
 
     @cached_property
@@ -180,13 +180,19 @@ class NativeProgram:
     def ready_alone(
         self, launching: Iterable[Launching], sizes: Sizes, memory: Mapping[str, Buffer], addresses: Addresses
     ) -> Iterator[Ready]:
-        """What these nodes launch in a step, as `ready` says."""
+        """What these nodes launch in a step, as `ready` says; those of a call in all calls that are alike and whose
+        other arguments lie differently."""
         run = _Run(self, sizes, memory, addresses)
+        found: defaultdict[int, dict[tuple[Any, ...], tuple[_Frame, _Moved]]] = defaultdict(dict)
+        for item in self._main:  # in their order, so that no value is looked for through all calls before it
+            if isinstance(item, RunCall):
+                frame, moved = run.called(item)
+                found[item.alike].setdefault((id(frame), *[offset for _, offset in moved.values()]), (frame, moved))
         for call, node in launching:
-            frame, moved = (run.main, {}) if call is None else run.called(call)
-            made: list[Template] = []
-            run.node(frame, node, made)
-            yield from _filled(made, moved, memory)
+            for frame, moved in [(run.main, {})] if call is None else found[call.alike].values():
+                made: list[Template] = []
+                run.node(frame, node, made)
+                yield from _filled(made, moved, memory)
 
 
 class _Frame(dict[str, Placed]):

@@ -13,11 +13,20 @@ from precast.builder.build import build
 from precast.builder.native.variants import known_targets, variants
 from precast.builder.source.shrink import shrink
 from precast.ir.artifact import Bundle
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.schema import Call, Graph, Ref
 from precast.ir.native import NativeKernel, NativeLayer
+from precast.kernels.native import Native
 from precast.kernels.records import Ranges
 from precast.kernels.use import GPU
-from precast.loader.driver.coverage import covered, lacking, most_sizes, steps_within, uncovered
+from precast.loader.driver.coverage import (
+    Anywhere,
+    beside_the_graph,
+    covered,
+    lacking,
+    most_sizes,
+    steps_within,
+    uncovered,
+)
 from precast.loader.placement import Placement, bind_world
 from precast.loader.sizing import EngineLimits
 from precast.loader.torch_device import CpuDevice
@@ -136,6 +145,52 @@ def test_each_kernel_that_some_step_launches_is_missed(family: str, tmp_path: Pa
         assert gone(bundle, others) == [kernel]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_is_missed_is_what_steps_want(family: str, tmp_path: Path) -> None:
+    """Each kernel of the layer is left out in turn: of those with one key, too, and of those that few steps want."""
+    bundle = built(family, COVERED.get(family, {}), tmp_path)
+    graph, layer = of_one_rank(bundle), layer_of(bundle)
+    program, addresses = covered(graph, GPU, limits(bundle))
+    most, anywhere = most_sizes(graph, limits(bundle)), Anywhere(graph, ())
+    pages = {pool.pages: 1 for pool in graph.caches.pools}
+    wanted = set()
+    for tokens, count in ((1, 1), (2, 1), (2, 2), (5, 3), (9, 9), (49, 49), (64, 1), (97, 33), (300, 7), (8192, 256)):
+        sizes = {**most, **pages, "T": tokens, "B": count, "R": count}
+        for each in program.ready(sizes, anywhere.of(sizes), addresses)[0]:
+            wanted.add((each.launch.kernel, each.key, tuple(v if isinstance(v, int) else 0 for v in each.values)))
+        for drawn in beside_the_graph(graph, program.target, tokens, count):
+            wanted.add((drawn.launch.kernel, drawn.key, tuple(drawn.values())))
+
+    for i, kernel in enumerate(layer.kernels):
+        others = replace(layer, kernels=layer.kernels[:i] + layer.kernels[i + 1 :])
+        native = Native(others)
+        really = {name for name, key, values in wanted if key and native.find(key, values) is None}
+        assert really <= set(lacking(program, graph, addresses, others, most)), kernel
+
+
+def test_a_deep_model_is_looked_up(tmp_path: Path) -> None:
+    bundle = built("llama", {}, tmp_path)
+    graph, layer = of_one_rank(bundle), layer_of(bundle)
+    last = max(i for i, item in enumerate(graph.main) if isinstance(item, Call))
+    call = graph.main[last]
+    assert isinstance(call, Call)
+    (own,) = (name for name, value in call.args.items() if value == graph.main[last - 1].outputs[0].name)
+    calls, before = [], call.outputs[0].name
+    for number in range(400):
+        made = tuple(replace(value, name=f"{value.name}_{number}") for value in call.outputs)
+        calls.append(replace(call, args={**call.args, own: before}, outputs=made))
+        before = made[0].name
+    behind = [replace(item, args=_renamed(item.args, call.outputs[0].name, before)) for item in graph.main[last + 1 :]]
+    deep = replace(graph, main=(*graph.main[: last + 1], *calls, *behind))
+    program, addresses = covered(deep, GPU, limits(bundle))
+
+    assert lacking(program, deep, addresses, layer, most_sizes(deep, limits(bundle))) == []
+
+
+def _renamed(args: dict[str, Any], name: str, other: str) -> dict[str, Any]:
+    return {key: Ref(other) if arg == Ref(name) else arg for key, arg in args.items()}
+
+
 def test_steps_lie_at_both_ends_of_a_class_and_between() -> None:
     def sizes(ranges: Ranges) -> list[tuple[int, int, int]]:
         return steps_within(ranges, {"T": 8192, "B": 256, "R": 256})
@@ -147,6 +202,7 @@ def test_steps_lie_at_both_ends_of_a_class_and_between() -> None:
     assert sizes({"B": (1, 1), "T": (65, None)}) == [(65, 1, 1), (67, 1, 1), (8192, 1, 1)]
     assert sizes({"T": (2, 2)}) == [(2, 1, 1), (2, 2, 2)]
     assert sizes({"T": (1, 1)}) == [(1, 1, 1)]
+    assert sizes({"T": (2, 8)}) == [(2, 1, 1), (3, 3, 3), (8, 8, 8)]
 
 
 @pytest.mark.parametrize("ranges", [{"T": (0, 8), "B": (9, 32)}, {"B": (1, 2), "R": (3, None)}, {"T": (9000, None)}])

@@ -18,13 +18,14 @@ pytest.importorskip("cuda.bindings")
 
 from precast.builder.build import build
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Graph
+from precast.ir.graph.schema import Arg, Block, Call, Const, Graph, Node, Ref, TensorType, Value
 from precast.ir.memory import caches
 from precast.ir.memory.addresses import Addresses
 from precast.kernels import registry, step_memory
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.gpu_launch import At, _Given
 from precast.kernels.launch import Launched
+from precast.kernels.records import Stride
 from precast.kernels.registry import Implementation
 from precast.kernels.use import GPU, Use
 from precast.loader.device import Buffer
@@ -180,6 +181,40 @@ def test_launches_are_those_of_torch(model: Model, num_tokens: int, num_seqs: in
     assert len(expected) > 10
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == theirs
+
+
+def test_calls_whose_arguments_lie_otherwise_share_nothing() -> None:
+    """Of two calls of a block one takes an exchanged value first, and the other one second."""
+
+    def square(name: str) -> Value:
+        return Value(name, TensorType("bfloat16", (64, 64)))
+
+    def node(op: str, out: str, **args: Arg) -> Node:
+        return Node(f"aten.{op}", args, (square(out),))
+
+    block = Block(
+        "f", (square("i"), square("j")), (), (), (node("add.Tensor", "o", self=Ref("i"), other=Ref("j")),), ("o",)
+    )
+    main = (
+        node("exp.default", "a", self=Ref("x")),
+        node("transpose.int", "t", self=Ref("a"), dim0=Const(0), dim1=Const(1)),
+        Call("f", {"i": "t", "j": "x"}, (square("p"),)),
+        Call("f", {"j": "t", "i": "x"}, (square("q"),)),
+        node("add.Tensor", "z", self=Ref("p"), other=Ref("q")),
+    )
+    graph = Graph((), (square("x"),), (), (), (block,), main, {"logits": "z"})
+    program = NativeProgram(graph, GPU.without_torch, {"T": 4, "B": 4, "R": 4})
+    addresses = step_memory.addresses_of(graph, GPU.without_torch, {})
+    names = ("x", ACTIVATIONS, WORKSPACE, OUTPUT + "z")
+    memory = {name: Buffer(1 << 24 + i, "bfloat16", (64, 64), (64, 1), None) for i, name in enumerate(names)}
+
+    _, first, second, _ = program.ready({}, memory, addresses)[0]
+
+    strides = [
+        [value for arg, value in zip(each.launch.args, each.values, strict=True) if isinstance(arg, Stride)]
+        for each in (first, second)
+    ]
+    assert strides[0] != strides[1]
 
 
 def test_addresses_hold_for_the_largest_step(model: Model) -> None:
