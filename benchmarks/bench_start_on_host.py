@@ -1,4 +1,4 @@
-"""What a start without torch does in Python before its first token, phase by phase, on a CPU and without weights.
+"""What a start without torch does in Python that takes no GPU and no checkpoint, phase by phase.
 
 Claim: it takes less of a processor than `import torch` alone, whatever the model is published in. All of it is in a
 start's way where weights are soon there: few bits (docs/start.md). Each run is a fresh process, of which processor time

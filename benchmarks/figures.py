@@ -289,8 +289,8 @@ def _start_on_host() -> str:
         for shape, each in found.items()
     ]
     cores = _read("start_on_host")["machine"]["cores"]
-    text = f"\nWhat of a start without torch is Python, in ms of one of {cores} cores, where `import torch` takes "
-    text += f"{torch:,.0f}:\n\n"
+    text = "\nWhat of a start without torch is Python, but for what takes a checkpoint or a GPU, in ms of one of "
+    text += f"{cores} cores, where `import torch` takes {torch:,.0f}:\n\n"
     return text + _table(("", *phases, "in all"), rows)
 
 

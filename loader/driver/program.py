@@ -53,20 +53,21 @@ class Ready(NamedTuple):
 
 
 class RunCall(NamedTuple):
-    """A call of a block as it runs. `memory`: by the block's names, where the params, constants, caches and inputs lie
-    that it is given. `others`: by the block's names, in their order, values that `main` makes. `alike` is equal in
-    calls of one block that are given memory of equal types by the same names."""
+    """A call of a block as it runs. `memory`: by the block's names, the params, constants, caches and inputs that it is
+    given. `others`: by the block's names, in their order, values that `main` makes. `alike` is equal in calls of one
+    block that are given memory of equal types by the same names."""
 
     call: ir.Call
     alike: int
-    memory: Mapping[str, tuple[str, int]]
+    memory: Mapping[str, str]
     others: Sequence[tuple[str, str]]
 
 
 Launching = tuple[RunCall | None, RunNode]
 """A node of the block that is called, or of `main`."""
 _Moved = Mapping[str, tuple[str, int]]
-"""For a call, which memory of `main` the names in a block's launches stand for, from which byte on."""
+"""For a call, where those of the names in a block's launches lie that aren't in `RunCall.memory`: in which memory of
+`main`, from which byte on."""
 
 
 class NativeProgram:
@@ -106,8 +107,8 @@ class NativeProgram:
             if isinstance(item, ir.Node):
                 yield next(nodes)
                 continue
-            memory = {name: (bound, 0) for name, bound in item.args.items() if bound not in made}
-            kind = item.block, tuple([(name, types[memory[name][0]]) for name in sorted(memory)])
+            memory = {name: bound for name, bound in item.args.items() if bound not in made}
+            kind = item.block, tuple([(name, types[memory[name]]) for name in sorted(memory)])
             others = sorted((name, bound) for name, bound in item.args.items() if bound in made)
             yield RunCall(item, kinds.setdefault(kind, len(kinds)), memory, others)
 
@@ -174,7 +175,7 @@ class NativeProgram:
         Raises NotCoveredError for a reshape that would have to copy.
         """
         run = _Run(self, sizes, memory, addresses)
-        ready = [each for item in self._main for each in _filled(*run.launched(item), memory)]
+        ready = [each for item in self._main for each in run.filled(run.launched(item), item)]
         return ready, {name: run.main[value] for name, value in self._graph.outputs.items()}
 
     def ready_alone(
@@ -183,16 +184,16 @@ class NativeProgram:
         """What these nodes launch in a step, as `ready` says; those of a call in all calls that are alike and whose
         other arguments lie differently."""
         run = _Run(self, sizes, memory, addresses)
-        found: defaultdict[int, dict[tuple[Any, ...], tuple[_Frame, _Moved]]] = defaultdict(dict)
+        calls: defaultdict[int, dict[tuple[Any, ...], RunCall]] = defaultdict(dict)
         for item in self._main:  # in their order, so that no value is looked for through all calls before it
             if isinstance(item, RunCall):
                 frame, moved = run.called(item)
-                found[item.alike].setdefault((id(frame), *[offset for _, offset in moved.values()]), (frame, moved))
-        for call, node in launching:
-            for frame, moved in [(run.main, {})] if call is None else found[call.alike].values():
+                calls[item.alike].setdefault((id(frame), *[offset for _, offset in moved.values()]), item)
+        for first, node in launching:
+            for call in [None] if first is None else calls[first.alike].values():
                 made: list[Template] = []
-                run.node(frame, node, made)
-                yield from _filled(made, moved, memory)
+                run.node(run.main if call is None else run.called(call)[0], node, made)
+                yield from run.filled(made, call or node)
 
 
 class _Frame(dict[str, Placed]):
@@ -218,32 +219,45 @@ class _Run:
         self._program, self._sizes, self._memory, self._addresses = program, {**sizes}, memory, addresses
         self._known: dict[ir.Expr, int] = {}
         self._frames: dict[tuple[Any, ...], _Frame] = {}
+        self._called: dict[int, tuple[_Frame, _Moved]] = {}
         self.main = _Frame(self, "", {})
 
-    def launched(self, item: RunNode | RunCall) -> tuple[list[Template], _Moved]:
-        """What an item of `main` launches, and for a call, where the names in it lie."""
+    def launched(self, item: RunNode | RunCall) -> list[Template]:
+        """What an item of `main` launches."""
         if isinstance(item, RunNode):
             made: list[Template] = []
             self.node(self.main, item, made)
-            return made, {}
-        frame, moved = self.called(item)
+            return made
+        frame, _ = self.called(item)
         if frame.launches is None:
             frame.launches = []
             for node in self._program._nodes[frame.function]:
                 self.node(frame, node, frame.launches)
-        return frame.launches, moved
+        return frame.launches
 
     def called(self, item: RunCall) -> tuple[_Frame, _Moved]:
         """Where values of the block lie, by names that are its own; and what those are in this call."""
-        call, main = item.call, self.main
-        others = {name: main[bound] for name, bound in item.others}
-        key = item.alike, *[(each.dtype, each.layout) for each in others.values()]
-        if key not in self._frames:
-            self._frames[key] = _Frame(self, call.block, call.args)
-        moved = {**item.memory, **{name: (each.base, each.offset) for name, each in others.items()}}
-        for index in {*self._program._returned[call.block].values()}:
-            moved[f"<result {index}>"] = self._place("", call.outputs[index].name)
-        return self._frames[key], moved
+        if id(item) not in self._called:
+            call, main = item.call, self.main
+            others = {name: main[bound] for name, bound in item.others}
+            key = item.alike, *[(each.dtype, each.layout) for each in others.values()]
+            if key not in self._frames:
+                self._frames[key] = _Frame(self, call.block, call.args)
+            moved = {name: (each.base, each.offset) for name, each in others.items()}
+            for index in {*self._program._returned[call.block].values()}:
+                moved[f"<result {index}>"] = self._place("", call.outputs[index].name)
+            self._called[id(item)] = self._frames[key], moved
+        return self._called[id(item)]
+
+    def filled(self, made: Iterable[Template], item: RunNode | RunCall) -> Iterator[Ready]:
+        """The launches of an item of `main` with the addresses that their names stand for."""
+        at = _Addresses(self._memory, {} if isinstance(item, RunNode) else item.memory)
+        if isinstance(item, RunCall):
+            _, moved = self.called(item)
+            at.update({name: self._memory[base].pointer + offset for name, (base, offset) in moved.items()})
+        for each in made:
+            values = tuple([at[v[0]] + v[1] if type(v) is At else v for v in each.values])
+            yield Ready(each.launch, each.key, each.grid, values)  # type: ignore[arg-type]
 
     def placed(self, frame: _Frame, name: str) -> Placed:
         """Where a value lies that a node or a call makes; or what `main` is given."""
@@ -257,7 +271,7 @@ class _Run:
         if isinstance(item, RunCall):
             inner, moved = self.called(item)
             result = inner[self._program._blocks[item.call.block].outputs[index]]
-            base, offset = moved.get(result.base, (result.base, 0))
+            base, offset = moved.get(result.base, (item.memory.get(result.base, result.base), 0))
             return result._replace(base=base, offset=offset + result.offset)
         kind = item.node.outputs[index].type
         shape = tuple(map(self._number, kind.shape))
@@ -354,22 +368,13 @@ class _Run:
         return self._known[expr]
 
 
-def _filled(made: Iterable[Template], moved: _Moved, memory: Mapping[str, Buffer]) -> Iterator[Ready]:
-    """Launches with the addresses that their names stand for."""
-    at = _Addresses(memory)
-    at.update({name: memory[outer].pointer + offset for name, (outer, offset) in moved.items()})
-    for each in made:
-        values = tuple([at[v[0]] + v[1] if type(v) is At else v for v in each.values])
-        yield Ready(each.launch, each.key, each.grid, values)  # type: ignore[arg-type]
-
-
 class _Addresses(dict[str, int]):
-    """Where memory begins, by its name."""
+    """Where memory begins, by its name, or by one of `names` that stands for it."""
 
-    def __init__(self, memory: Mapping[str, Buffer]) -> None:
+    def __init__(self, memory: Mapping[str, Buffer], names: Mapping[str, str]) -> None:
         super().__init__()
-        self._memory = memory
+        self._memory, self._names = memory, names
 
     def __missing__(self, name: str) -> int:
-        self[name] = found = self._memory[name].pointer
+        self[name] = found = self._memory[self._names.get(name, name)].pointer
         return found
