@@ -15,7 +15,7 @@ from precast.kernels.entries.limits import MAX_ENTRIES, MAX_SCORES, MAX_SIZE
 from precast.kernels.records import Condition, Record, nothing, reference
 from precast.kernels.sparse_attention import launches as selection_launches
 from precast.kernels.sparse_attention import limits as selection
-from precast.kernels.sparse_attention.records import CONVERTS, SCORES
+from precast.kernels.sparse_attention.records import CONVERTS, SCORES, selections
 from precast.kernels.use import Use, copied, numbers, wide
 
 
@@ -93,6 +93,7 @@ RECORDS = (
         name="triton.paged_entry_attention", op="precast.paged_entry_attention", **_TRITON, **_COMPUTED,
         takes=(_FITS, CONVERTS), workspace=launches.attend_workspace, runs=launches.attend,
     ),
+    *selections("paged_select_entries"),
     Record(
         name="triton.paged_select_entries", op="precast.paged_select_entries", **_TRITON, **_COMPUTED,
         takes=(SCORES, CONVERTS), workspace=selection_launches.select_workspace, runs=selection_launches.select_keys,

@@ -64,38 +64,18 @@ def select_workspace(use: Use) -> Expr:
 def select_keys(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_select_keys` and `precast.paged_select_entries`: the scores of sequences with one query, what is
     noted of them, then what is selected of all sequences."""
-    sequences, tokens = add(use.shape("cu_seqlens")[0], -1), use.shape("q")[1]
+    sequences = add(use.shape("cu_seqlens")[0], -1)
     tile, places = _score_tile(use), _select_places(use)
     scores, maxima, keys, noted, counts, own, own_noted = (
         Pointer("workspace", "int32", offset) for offset in places[:-1]
     )
     lengths = tuple(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indptr", "page_start"))
-    given = tuple(Pointer(name) for name in (
-        "q", "weights", "cache", "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))  # fmt: skip
-    strides = (*(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
-               *(Stride("cache", axis) for axis in (0, 1)))  # fmt: skip
-    count, size = _count(use), known(use, "q", 3)
-    shared = {
-        "COUNT": count,
-        "RATE": use.constant("rate") or 1,
-        "PAGE_SIZE": known(use, "cache", 1),
-        "PDL": overlaps(use),
-    }
-    scoring = {
-        "HEADS": known(use, "q", 2),
-        "SIZE": size,
-        "BLOCK_H": tile.m,
-        "BLOCK_N": tile.n,
-        "BLOCK_D": max(16, power_of_two(size)),
-        "SCALE": real(use, "scale"),
-        "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
-    }
     strands = _strands(use)
     score = Launch(
         kernel=_KERNELS + "triton_select:score_kernel",
         grid=(sequences, by_slots(sequences, SCORE_PARTS)),
-        args=(scores, maxima, *given, strands, *strides),
-        constants={**shared, **scoring},
+        args=(scores, maxima, *_given(), strands, *_select_strides()),
+        constants={**_selecting(use), **_scoring(use)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         pdl=overlaps(use),
@@ -105,22 +85,73 @@ def select_keys(use: Use) -> tuple[Launch, ...]:
         kernel=_KERNELS + "triton_select:note_kernel",
         grid=(sequences, parts),
         args=(keys, noted, counts, scores, maxima, *lengths, mul(strands, tile.n)),
-        constants={**shared, "GROUPS": GROUPS, "BLOCK": SCANNED},
+        constants={**_selecting(use), "GROUPS": GROUPS, "BLOCK": SCANNED},
         num_warps=16,
         pdl=overlaps(use),
     )
-    select = Launch(
+    return score, note, _select(use, (scores, keys, noted, counts), own, own_noted, parts)
+
+
+def select_prompts(use: Use, own: Pointer, own_noted: Pointer) -> Launch:
+    """What is selected for the queries of sequences with several, and -1 for padding, with `own_bytes` of memory."""
+    return _select(use, (None,) * 4, own, own_noted, 0)
+
+
+def own_bytes(use: Use) -> tuple[Expr, Expr]:
+    """Bytes of prompts' scores, and of what is noted of them, for all programs."""
+    return mul(16, ceildiv(_own_places(use), 4)), PROGRAMS * 2 * _room(use) * 4
+
+
+def _select(
+    use: Use, of_one_query: tuple[Pointer | None, ...], own: Pointer, own_noted: Pointer, parts: Expr
+) -> Launch:
+    """What is selected for all queries. `of_one_query`: scores of sequences with one, and what is noted of them in
+    `parts`; None: these sequences are left out."""
+    tokens, tile = use.shape("q")[1], _score_tile(use)
+    return Launch(
         kernel=_KERNELS + "triton_select:select_kernel",
         grid=(minimum(tokens, PROGRAMS),),
-        args=(Pointer("out.0"), scores, keys, noted, counts, own, own_noted, *given, tokens, sequences,
-              _own_places(use), parts, *strides),
-        constants={**shared, **scoring, "BLOCK_Q": _queries(use), "GROUPS": GROUPS, "ROOM": _room(use),
+        args=(Pointer("out.0"), *of_one_query, own, own_noted, *_given(), tokens,
+              add(use.shape("cu_seqlens")[0], -1), _own_places(use), parts, *_select_strides()),
+        constants={**_selecting(use), **_scoring(use), "BLOCK_Q": _queries(use), "GROUPS": GROUPS, "ROOM": _room(use),
                    "BLOCK": SCANNED},
         num_warps=8,
         num_stages=tile.num_stages,
         pdl=overlaps(use),
     )  # fmt: skip
-    return score, note, select
+
+
+def _given() -> tuple[Pointer, ...]:
+    """The op's tensors."""
+    return tuple(Pointer(name) for name in (
+        "q", "weights", "cache", "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))  # fmt: skip
+
+
+def _select_strides() -> tuple[Stride, ...]:
+    return (*(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
+            *(Stride("cache", axis) for axis in (0, 1)))  # fmt: skip
+
+
+def _selecting(use: Use) -> dict[str, int | float | bool | str]:
+    return {
+        "COUNT": count_of(use),
+        "RATE": use.constant("rate") or 1,
+        "PAGE_SIZE": known(use, "cache", 1),
+        "PDL": overlaps(use),
+    }
+
+
+def _scoring(use: Use) -> dict[str, int | float | bool | str]:
+    tile, size = _score_tile(use), known(use, "q", 3)
+    return {
+        "HEADS": known(use, "q", 2),
+        "SIZE": size,
+        "BLOCK_H": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_D": max(16, power_of_two(size)),
+        "SCALE": real(use, "scale"),
+        "PRECISION": "ieee" if use.width("q") > 2 else "tf32",
+    }
 
 
 def attend_workspace(use: Use) -> Expr:
@@ -222,7 +253,8 @@ def _queries(use: Use) -> int:
     return max(1, (32 if use.width("q") > 2 else 128) // rows)
 
 
-def _count(use: Use) -> int:
+def count_of(use: Use) -> int:
+    """How many keys are selected."""
     count = use.constant("count")
     assert isinstance(count, int), "count is a number"
     return count
@@ -230,7 +262,7 @@ def _count(use: Use) -> int:
 
 def _room(use: Use) -> int:
     """Places that are selected from: more than reach the bound where scores lie as it falls out."""
-    return min(GROUPS, 2 * power_of_two(_count(use)))
+    return min(GROUPS, 2 * power_of_two(count_of(use)))
 
 
 def _strands(use: Use) -> Expr:
@@ -245,20 +277,19 @@ def _select_places(use: Use) -> _Workspace:
     sequences = add(use.shape("cu_seqlens")[0], -1)
     counts = mul(sequences, add(by_slots(sequences, NOTE_PARTS), 1))
     each = (
-        *([mul(4, _slots(use))] * 4),
+        *([mul(4, slots_of(use))] * 4),
         mul(16, ceildiv(counts, 4)),
-        mul(16, ceildiv(_own_places(use), 4)),
-        PROGRAMS * 2 * _room(use) * 4,
+        *own_bytes(use),
     )
     return _Workspace(*(add(*each[:i]) for i in range(len(each) + 1)))
 
 
-def _slots(use: Use) -> Expr:
+def slots_of(use: Use) -> Expr:
     """Of all page lists, in whole vectors."""
     return mul(4, ceildiv(mul(use.shape("page_indices")[0], use.shape("cache")[1]), 4))
 
 
 def _own_places(use: Use) -> Expr:
     """Scores of prompts that there is room for: of all programs, or as many as is allowed, if that is one tile's."""
-    a_tile = mul(_queries(use), _slots(use))
+    a_tile = mul(_queries(use), slots_of(use))
     return minimum(mul(minimum(use.shape("q")[1], PROGRAMS), a_tile), maximum(OWN_SCORES, a_tile))

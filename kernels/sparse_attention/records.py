@@ -12,7 +12,7 @@ from precast.ir.graph.symbols import add, maximum, minimum, mul
 from precast.kernels.attention.workspace import keys_of
 from precast.kernels.latent_attention.limits import MAX_LATENT, MAX_ROPE
 from precast.kernels.records import Condition, Record, nothing, reference
-from precast.kernels.sparse_attention import launches
+from precast.kernels.sparse_attention import launches, selection
 from precast.kernels.sparse_attention.limits import MAX_HEADS, MAX_LATENTS, MAX_SCORES, MAX_SIZE
 from precast.kernels.use import Use, copied, numbers, wide
 
@@ -84,8 +84,28 @@ SCORES = Condition(f"at most {MAX_HEADS} heads of at most {MAX_SIZE} elements", 
 _KNOWN = Condition("keys of known sizes", lambda use: bool(use.number("k", 2)) and bool(use.number("cache", 1)))
 _TRITON: dict[str, Any] = {"kind": "triton", "devices": ("cuda",), "min_capability": (8, 0), "allocates": False}
 _COMPUTED: dict[str, Any] = {"dtypes": {"q": ("float16", "bfloat16", "float32")}}
+_HOPPER: dict[str, Any] = {
+    "kind": "cuda", "devices": ("cuda",), "min_capability": (9, 0), "max_capability": (9, 0), "allocates": False,
+    "dtypes": {"q": ("float16", "bfloat16")},
+}  # fmt: skip
+
+
+def selections(op: str) -> tuple[Record, ...]:
+    """What selects keys on Hopper: of few tokens, and of any."""
+    return (
+        Record(
+            name=f"cuda.{op}.few", op=f"precast.{op}", **_HOPPER, takes=(SCORES, *selection.TAKES),
+            sizes={"T": (0, selection.FEW_TOKENS)}, workspace=selection.token_bytes, runs=selection.of_tokens,
+        ),
+        Record(
+            name=f"cuda.{op}", op=f"precast.{op}", **_HOPPER, takes=(SCORES, *selection.TAKES, selection.PROMPTS),
+            workspace=selection.sequence_bytes, runs=selection.of_sequences,
+        ),
+    )  # fmt: skip
+
 
 RECORDS = (
+    *selections("paged_select_keys"),
     Record(
         name="triton.paged_select_keys", op="precast.paged_select_keys", **_TRITON, **_COMPUTED,
         takes=(SCORES, CONVERTS), workspace=launches.select_workspace, runs=launches.select_keys,

@@ -352,7 +352,8 @@ def select_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     own_noted_ptr += program * 2 * ROOM
     num_programs = tl.num_programs(0)
-    for seq in range(program, num_seqs, num_programs):
+    # Without `scores` sequences with one query are left out.
+    for seq in range(program, num_seqs if scores_ptr is not None else 0, num_programs):
         first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
             cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE, RATE
         )

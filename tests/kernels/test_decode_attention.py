@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clusters_on_cpu import Source
+from cubins import used_by
 from op_samples.attention import paged_sample, scales
 from op_samples.draw import Draw, Sample
 
-from precast.ir.graph import symbols
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
-from precast.kernels import cuda_source
 from precast.kernels.attention.decode import Decode, decode_launch, decode_of
 from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
 from precast.kernels.attention.records import RECORDS
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import as_function
-from precast.kernels.records import Pointer, Record, Stride, nothing
+from precast.kernels.records import Record, nothing
 from precast.kernels.storage import bits
 from precast.kernels.use import Target, Use
 
 FILE = "attention/decode.cu"
 HOPPER = (9, 0)
 CPU = torch.device("cpu")
-PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- what a token sees"
-"""Between these lines of the source are functions that `decode_on_cpu.cpp` has too, as it has those of the header."""
-HEADER = '#include "half.cuh"\n'
-
 Run = Callable[..., torch.Tensor]
 
 
@@ -69,60 +60,19 @@ def new_slots(sample: Sample) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the kernel's source. What the kernel in front writes is not there before the wait: NaN is."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to compile the kernel's source for this CPU")
-    folder, here = tmp_path_factory.mktemp("decode"), Path(__file__).parent
-    source = (here.parents[1] / "kernels" / FILE).read_text(encoding="utf-8")
-    plain = source[: source.index(PTX)] + source[source.index(PLAIN) :]
-    plain = (
-        plain.replace(HEADER, "")
-        .replace("extern __shared__ __align__(128)", "")
-        .replace("unsigned char memory[];", "u32 memory[1];")
-    )
-    plain = plain.replace('extern "C"', "")
-    (folder / "decode.inc").write_text(plain, encoding="utf-8")
-
-    @cache
-    def built(defines: tuple[str, ...]) -> ctypes.CDLL:
-        library = folder / f"decode{len(list(folder.iterdir()))}.so"
-        flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", f"-I{folder}", *defines]
-        subprocess.run([compiler, *flags, here / "decode_on_cpu.cpp", "-o", library], check=True)
-        return ctypes.CDLL(str(library))
+    source = Source(tmp_path_factory.mktemp("decode"), FILE, "decode_on_cpu.cpp")
 
     def execute(sample: Sample, how: Decode, *, late: bool = False) -> torch.Tensor:
         use = use_of(sample)
         launch = decode_launch(use, how)
         out = torch.full(sample["q"].shape, float("nan"), dtype=sample["q"].dtype)
         tensors = {name: x for name, x in sample.items() if torch.is_tensor(x)} | {"out.0": out}
-        changed = []
-        for name in ("q", "k_cache", "v_cache"):
-            after = tensors[name]
-            early = after.clone()
-            if name == "q":
-                early.fill_(float("nan"))
-            else:
-                bits(early).flatten(0, 1)[new_slots(sample)] = bits(torch.tensor(float("nan"), dtype=early.dtype))
-            tensors[name] = early
-            changed.append((early, after))
-        assert all(after.is_contiguous() for _, after in changed)
-        numbers = []
-        for arg in launch.args:
-            if isinstance(arg, Pointer):
-                numbers.append(tensors[arg.tensor].data_ptr())
-            elif isinstance(arg, Stride):
-                numbers.append(tensors[arg.tensor].stride(arg.axis))
-            else:
-                numbers.append(0 if arg is None else symbols.evaluate(arg, {}))
-        defines = tuple(
-            f"-D{name}" if value is True else f"-D{name}={value}"
-            for name, value in sorted(launch.constants.items()) if value is not False
-        )  # fmt: skip
-        places = [x for early, after in changed for x in (early.data_ptr(), after.data_ptr(), after.nbytes)]
-        built(defines).run(
-            (ctypes.c_uint64 * len(numbers))(*numbers), (ctypes.c_uint32 * 3)(*launch.grid), launch.block,
-            launch.shared_bytes, late, (ctypes.c_uint64 * len(places))(*places), len(changed),
-        )  # fmt: skip
+        before = {"q": torch.full_like(sample["q"], torch.nan)}
+        for name in ("k_cache", "v_cache"):
+            before[name] = sample[name].clone()
+            nan = torch.tensor(torch.nan, dtype=sample[name].dtype)
+            bits(before[name]).flatten(0, 1)[new_slots(sample)] = bits(nan)
+        source.run(launch, tensors, late, before)
         return out
 
     return execute
@@ -260,7 +210,6 @@ def test_sinks_far_from_scores_over_8_bits(on_cpu: Run, sink: float, same: Calla
 # --- without a GPU -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "more"),
     [
@@ -275,25 +224,20 @@ def test_sinks_far_from_scores_over_8_bits(on_cpu: Run, sink: float, same: Calla
     ids=["llama", "gpt-oss", "gemma", "all", "llama in 8 bits", "gemma in 8 bits", "all in 8 bits"],
 )
 def test_what_records_launch_fits_a_multiprocessor(
-    heads: int, kv_heads: int, size: int, more: dict[str, Any], tmp_path: Path
-) -> None:
-    triton = pytest.importorskip("triton", reason="cuobjdump comes with Triton, which is published for Linux only")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    heads: int, kv_heads: int, size: int, more: dict[str, Any]
+) -> None:  # fmt: skip
     sample = paged_sample(Draw(BRAIN, CPU), DECODE, heads=heads, kv_heads=kv_heads, size=size, page_size=16, **more)
     use = use_of(sample)
     for record in RECORDS[:2]:
         assert callable(record.runs)
         (launch,) = record.runs(use)
-        cubin = tmp_path / "decode.cubin"
-        cubin.write_bytes(cuda_source.compiled(FILE, tuple(launch.constants.items()), HOPPER))
-        said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-        used = dict(word.split(":") for word in said.split() if word.count(":") == 1 and word[-1].isdigit())
+        used = used_by(launch)
 
         assert record.kind == "cuda"
         assert launch.grid[0] <= 8
-        assert int(used["SHARED"]) - 1024 + launch.shared_bytes <= 227 << 10
-        assert int(used["REG"]) * launch.block <= 65536
-        assert (used["STACK"], used["LOCAL"]) == ("0", "0")
+        assert used["SHARED"] <= 227 << 10
+        assert used["REG"] * launch.block <= 65536
+        assert (used["STACK"], used["LOCAL"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""The launches of `score.cu` and `pick.cu`: the selection of keys on Hopper. No torch.
+
+Of few tokens each is a row, which scores keys for itself. In other steps rows are the sequences with one query, and
+`triton_select` selects for the queries of others, which share the keys that they score.
+"""
+
+from __future__ import annotations
+
+from precast.ir.graph.schema import Expr
+from precast.ir.graph.symbols import add, mul
+from precast.kernels.records import Condition, Launch, Pointer, Stride
+from precast.kernels.rows import known, real
+from precast.kernels.sparse_attention.launches import count_of, own_bytes, select_prompts, slots_of
+from precast.kernels.use import Use
+
+FEW_TOKENS = 8
+"""Of a step, up to which each is a row."""
+NUM_SMS = 132
+"""Streaming multiprocessors of H100 SXM, H200 and GH200: the blocks that share the keys of all rows."""
+SCORING_WARPS, RING_BYTES = 8, 160 << 10
+"""Warps that score keys in a block, whose registers hold the queries; and the memory of their rings."""
+CLUSTER, PICKING_WARPS = 8, 16
+"""Blocks that pick the keys of a row, and their warps."""
+NEAR = 16384, 6144
+"""Scores that each of these blocks has in shared memory: of few rows, and of many, where four blocks share a
+multiprocessor. All of 131,072 keys, or of 49,152."""
+MOST_ELEMENTS = 8192
+"""Of a row's heads together, which are in a warp's registers."""
+_KEYS = 16
+"""Of a block."""
+
+TAKES = (
+    Condition(
+        f"heads in a multiple of 8, of a multiple of 32 elements, together at most {MOST_ELEMENTS}",
+        lambda use: (
+            (use.number("q", 2) or 1) % 8 == 0
+            and (use.number("q", 3) or 1) % 32 == 0
+            and (use.number("q", 2) or MOST_ELEMENTS) * (use.number("q", 3) or MOST_ELEMENTS) <= MOST_ELEMENTS
+        ),
+    ),
+    Condition(
+        "a cache of the query's type",
+        lambda use: use.operands["cache"].type.dtype == use.operands["q"].type.dtype,
+    ),
+    Condition("a scale above 0", lambda use: real(use, "scale") > 0),
+)
+PROMPTS = Condition("Triton, which selects for prompts", lambda use: "triton" in use.target.kinds)
+
+
+def token_bytes(use: Use) -> Expr:
+    """The bytes of the scores of few tokens, each of which has room for all slots."""
+    return mul(4, use.shape("q")[1], slots_of(use))
+
+
+def of_tokens(use: Use) -> tuple[Launch, ...]:
+    """`precast.paged_select_keys` and `precast.paged_select_entries` of few tokens."""
+    return _launches(use, Pointer("workspace", "int32"), use.shape("q")[1], by_token=True)
+
+
+def sequence_bytes(use: Use) -> Expr:
+    """The bytes of the scores of sequences with one query, and of what is selected by for others."""
+    return add(mul(4, slots_of(use)), *own_bytes(use))
+
+
+def of_sequences(use: Use) -> tuple[Launch, ...]:
+    """The same of any tokens."""
+    scores, (own, _) = mul(4, slots_of(use)), own_bytes(use)
+    prompts = select_prompts(
+        use, Pointer("workspace", "int32", scores), Pointer("workspace", "int32", add(scores, own))
+    )
+    return (*_launches(use, Pointer("workspace", "int32"), _sequences(use), by_token=False), prompts)
+
+
+def _launches(use: Use, scores: Pointer, rows: Expr, *, by_token: bool) -> tuple[Launch, ...]:
+    size = known(use, "q", 3)
+    stages = max(1, min(8, RING_BYTES // (SCORING_WARPS * _KEYS * size * 2)))
+    shared = {
+        "BY_TOKEN": by_token, "COUNT": count_of(use), "RATE": use.constant("rate") or 1,
+        "PAGE_SIZE": known(use, "cache", 1),
+    }  # fmt: skip
+    lists = tuple(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))
+    sizes = (rows, _sequences(use), slots_of(use))
+    score = Launch(
+        kernel="precast.kernels.sparse_attention/score.cu:score_keys",
+        grid=(NUM_SMS, 1, 1),
+        args=(scores, Pointer("q"), Pointer("weights"), Pointer("cache"), *lists, *sizes,
+              *(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
+              *(Stride("cache", axis) for axis in (0, 1))),
+        constants={
+            **shared, "FLOAT16": use.operands["q"].type.dtype == "float16", "HEADS": known(use, "q", 2),
+            "SIZE": size, "SCALE": real(use, "scale"), "WARPS": SCORING_WARPS, "STAGES": stages,
+        },
+        block=32 * SCORING_WARPS,
+        shared_bytes=SCORING_WARPS * stages * _KEYS * size * 2,
+        pdl=True,
+    )  # fmt: skip
+    near = NEAR[not by_token]
+    pick = Launch(
+        kernel="precast.kernels.sparse_attention/pick.cu:pick_keys",
+        grid=(CLUSTER, rows, 1),
+        args=(Pointer("out.0"), scores, *(each for each in lists if each.tensor != "page_indices"), *sizes),
+        constants={**shared, "CLUSTER": CLUSTER, "WARPS": PICKING_WARPS, "NEAR": near},
+        block=32 * PICKING_WARPS,
+        shared_bytes=shared_bytes(PICKING_WARPS, near),
+        pdl=True,
+    )
+    return score, pick
+
+
+def shared_bytes(warps: int, near: int) -> int:
+    """What a block that picks needs: counts of bins, numbers of warps, what others read, and scores."""
+    return 2 * 32 * warps * 4 + warps * 8 + 32 + 4 * near
+
+
+def _sequences(use: Use) -> Expr:
+    return add(use.shape("cu_seqlens")[0], -1)

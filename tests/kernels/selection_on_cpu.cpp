@@ -1,0 +1,68 @@
+// Runs kernels/sparse_attention/score.cu or pick.cu on a CPU: "selection.inc" is one of them, without the functions that
+// are PTX. PICKS: it is the latter.
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#include "clusters_on_cpu.h"
+
+template <typename T>
+inline T shifted(T value, int source) {    // of a lane of the warp; its own where there is none
+  const T found = exchanged(value, source < 0 || source > 31 ? lane() : source);
+  return found;
+}
+inline int __shfl_up_sync(u32, int value, int far) { return shifted(value, (int)lane() - far); }
+inline int __shfl_down_sync(u32, int value, int far) { return shifted(value, (int)lane() + far); }
+inline int __ffs(u32 x) { return __builtin_ffs(x); }
+inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
+inline int __float_as_int(float number) {
+  int bits;
+  memcpy(&bits, &number, 4);
+  return bits;
+}
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+
+struct Piece { u32 words[4]; };
+inline void copy_piece(u32 to, const Element* from, bool wanted) { copy_piece(to, from, 16, wanted); }
+inline void ask_early(const int* number) { (void)*(volatile const int*)number; }
+inline Piece load_piece(u32 from) {
+  CHECK(from % 16 == 0);
+  Piece x;
+  memcpy(&x, at(from, 16), 16);
+  return x;
+}
+inline float positive(float x) { return x < 0 ? 0 : x; }
+
+inline int load_near(u32 from) {
+  int x;
+  memcpy(&x, at(from, 4), 4);
+  return x;
+}
+inline void store_near(u32 to, int x) { memcpy(at(to, 4), &x, 4); }
+inline void count_near(u32 to) { store_near(to, load_near(to) + 1); }
+inline int load_far(u32 from, u32 rank) {
+  CHECK(of_cluster.turn > 0 && rank < shared.size() && from + 4 <= shared[rank].size());
+  int x;
+  memcpy(&x, shared[rank].data() + from, 4);
+  return x;
+}
+
+#include "selection.inc"
+
+static const u64* arguments;
+static void run_thread() {
+  const u64* a = arguments;
+  const auto list = [&](int i) { return (const int*)a[i]; };
+#ifdef PICKS
+  pick_keys((int*)a[0], list(1), list(2), list(3), list(4), list(5), a[6], a[7], a[8]);
+#else
+  score_keys((int*)a[0], (const Element*)a[1], (const float*)a[2], (const Element*)a[3], list(4), list(5), list(6),
+             list(7), list(8), a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18]);
+#endif
+}
+
+extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
+                    u32 count) {
+  arguments = args;
+  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread, [] {}, [] {});
+}

@@ -1,0 +1,272 @@
+"""The selection of keys in CUDA C++: its sources on a CPU, what NVRTC makes of them, and on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from clusters_on_cpu import Source
+from cubins import used_by
+from op_samples.draw import Draw, Sample
+from op_samples.sparse_attention import paged_select_sample
+
+from precast.ir.graph import symbols
+from precast.kernels.launch import as_function, use_of_tensors
+from precast.kernels.records import Launch
+from precast.kernels.sparse_attention import selection
+from precast.kernels.sparse_attention.paged_select_keys import paged_select_keys
+from precast.kernels.sparse_attention.records import RECORDS
+from precast.kernels.use import Use
+
+CPU = torch.device("cpu")
+HOPPER = (9, 0)
+HALF, BRAIN = torch.float16, torch.bfloat16
+NOT_WRITTEN = -7
+
+
+class Sizes(NamedTuple):
+    """How the kernels are divided in a test: blocks that score and their warps; a cluster, its warps, and what is near."""
+
+    blocks: int = 3
+    warps: int = 2
+    stages: int = 2
+    cluster: int = 2
+    pickers: int = 2
+    near: int = 64
+
+
+Run = Callable[..., torch.Tensor]
+
+
+def use_of(sample: Sample) -> Use:
+    return use_of_tensors("precast.paged_select_keys", 1, sample)
+
+
+def launches_of(use: Use, sizes: Sizes, *, by_token: bool) -> tuple[Launch, Launch]:
+    """Those of a record, divided in another way."""
+    score, pick, *_ = selection.of_tokens(use) if by_token else selection.of_sequences(use)
+    block = score.shared_bytes // selection.SCORING_WARPS // int(score.constants["STAGES"])
+    score = score._replace(
+        grid=(sizes.blocks, 1, 1), block=32 * sizes.warps, shared_bytes=sizes.warps * sizes.stages * block,
+        constants={**score.constants, "WARPS": sizes.warps, "STAGES": sizes.stages},
+    )  # fmt: skip
+    pick = pick._replace(
+        grid=(sizes.cluster, *pick.grid[1:]), block=32 * sizes.pickers,
+        shared_bytes=selection.shared_bytes(sizes.pickers, sizes.near),
+        constants={**pick.constants, "CLUSTER": sizes.cluster, "WARPS": sizes.pickers, "NEAR": sizes.near},
+    )  # fmt: skip
+    return score, pick
+
+
+def new_slots(sample: Sample) -> torch.Tensor:
+    """Of the cache, those that hold this step's keys."""
+    page_size, slots = sample["cache"].shape[1], []
+    bounds, indptr, pages = (sample[name].tolist() for name in ("cu_seqlens", "page_indptr", "page_indices"))
+    for b, (kv_len, start) in enumerate(zip(sample["kv_lens"].tolist(), sample["page_start"].tolist(), strict=True)):
+        for key in range(max(0, kv_len - start - (bounds[b + 1] - bounds[b])), kv_len - start):
+            slots.append(pages[indptr[b] + key // page_size] * page_size + key % page_size)
+    return torch.tensor(slots, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs both sources, one after the other. What the kernel in front writes is not there before the wait."""
+    files = {name: f"sparse_attention/{name}.cu" for name in ("score", "pick")}
+    sources = {
+        name: Source(tmp_path_factory.mktemp(name), file, "selection_on_cpu.cpp") for name, file in files.items()
+    }
+
+    def execute(
+        sample: Sample, sizes: Sizes, *, by_token: bool, late: bool = False, scores: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        use = use_of(sample)
+        score, pick = launches_of(use, sizes, by_token=by_token)
+        tensors = {name: x for name, x in sample.items() if torch.is_tensor(x)}
+        tensors["out.0"] = torch.full((1, sample["q"].shape[1], sample["count"]), NOT_WRITTEN, dtype=torch.int32)
+        num_bytes = symbols.evaluate(selection.token_bytes(use) if by_token else selection.sequence_bytes(use), {})
+        tensors["workspace"] = torch.zeros(num_bytes // 4, dtype=torch.int32)
+        before = {name: torch.full_like(tensors[name], torch.nan) for name in ("q", "weights")}
+        before["cache"] = sample["cache"].clone()
+        before["cache"].flatten(0, 1)[new_slots(sample)] = torch.nan
+        sources["score"].run(score, tensors, late, before)
+        if scores is not None:
+            tensors["workspace"][: len(scores)] = scores
+        nothing = torch.full_like(tensors["workspace"], 0x7FFFFFFF)
+        sources["pick"].run(pick, tensors, late, {"workspace": nothing}, ["-DPICKS"])
+        return tensors["out.0"]
+
+    return execute
+
+
+SEQUENCES = [(1, 33), (0, 4), (3, 71), (1, 6), (1, 7), (1, 110)]
+"""Queries, and keys with theirs."""
+
+
+def selected(sample: Sample, *, by_token: bool) -> torch.Tensor:
+    """By the definition; with rows that are sequences, others' queries and padding are left out."""
+    expected = paged_select_keys(**sample)
+    bounds = sample["cu_seqlens"].tolist()
+    if not by_token:
+        single = {start for start, end in zip(bounds, bounds[1:], strict=False) if end - start == 1}
+        others = [token for token in range(expected.shape[1]) if token not in single]
+        expected[0, others] = NOT_WRITTEN
+    return expected
+
+
+@pytest.mark.parametrize("by_token", [True, False], ids=["tokens", "sequences"])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size", "count", "page_size", "sizes", "more"),
+    [
+        (BRAIN, 8, 32, 6, 16, Sizes(), {}),
+        (HALF, 16, 64, 20, 8, Sizes(blocks=1, warps=4, stages=1, near=8), {"padding": 2}),
+        (BRAIN, 8, 128, 1, 5, Sizes(blocks=7, stages=3, cluster=1, pickers=4), {"padding": 1}),
+        (HALF, 24, 96, 33, 1, Sizes(blocks=2, cluster=4, pickers=1), {}),
+        (BRAIN, 64, 128, 64, 32, Sizes(blocks=20, warps=1), {}),
+    ],
+    ids=str,
+)
+def test_sources_on_a_cpu(
+    on_cpu: Run, dtype: torch.dtype, heads: int, size: int, count: int, page_size: int, sizes: Sizes,
+    more: dict[str, Any], by_token: bool,
+) -> None:  # fmt: skip
+    sample = paged_select_sample(
+        Draw(dtype, CPU), SEQUENCES, heads=heads, size=size, count=count, page_size=page_size, whole=True, **more
+    )
+    for late in (False, True):
+        found = on_cpu(sample, sizes, by_token=by_token, late=late)
+
+        assert torch.equal(found, selected(sample, by_token=by_token))
+
+
+# --- the search for the largest ------------------------------------------------------------------------------------
+
+
+def in_order(scores: torch.Tensor) -> torch.Tensor:
+    """float32 as the integers that scores are kept as."""
+    scores = torch.where(scores == 0, 0.0, scores)
+    whole = scores.view(torch.int32)
+    return torch.where(scores.isnan(), 0x7FFFFFFF, whole ^ ((whole >> 31) & 0x7FFFFFFF))
+
+
+def drawn_scores(kind: str, count: int) -> torch.Tensor:
+    """Scores of which the search has to make something."""
+    make = torch.Generator().manual_seed(0)
+    normal = partial(torch.randn, count, generator=make)
+    kinds: dict[str, Callable[[], torch.Tensor]] = {
+        "normal": normal,
+        "equal": lambda: torch.full((count,), 1.5),
+        "two values": lambda: (normal() > 0).float(),
+        "far apart": lambda: normal().sign() * 10 ** (30 * normal()).clamp(-40, 38),
+        "one far off": lambda: torch.cat((normal()[1:], torch.tensor([1e30]))),
+        "near each other": lambda: (
+            (torch.randint(0, 40, (count,), generator=make) + 0x3F800000).int().view(torch.float32)
+        ),
+        "infinite": lambda: torch.where(normal() > 1, torch.inf, normal()),
+        "below all": lambda: torch.where(normal() > 1, -torch.inf, normal()),
+        "with NaN": lambda: torch.where(normal() > 1.5, torch.nan, normal()),
+        "zeros of both signs": lambda: torch.where(normal() > 0, 0.0, -0.0),
+        "subnormal": lambda: normal() * 1e-42,
+        "largest": lambda: normal().sign() * 3e38,
+    }
+    return kinds[kind]()
+
+
+KINDS = ["normal", "equal", "two values", "far apart", "one far off", "near each other", "infinite", "below all",
+         "with NaN", "zeros of both signs", "subnormal", "largest"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_all_kinds(on_cpu: Run, kind: str) -> None:
+    scores = in_order(drawn_scores(kind, 300))
+    order = scores.long().argsort(descending=True, stable=True)
+    for count, sizes in ((1, Sizes()), (33, Sizes(cluster=4, near=512)), (299, Sizes(cluster=1, pickers=1))):
+        sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 300)], heads=8, size=32, count=count, page_size=4)
+
+        found = on_cpu(sample, sizes, by_token=True, scores=scores)
+
+        assert found[0, 0].tolist() == order[:count].sort().values.tolist()
+
+
+# --- without a GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_token", [True, False], ids=["tokens", "sequences"])
+def test_what_records_launch_fits_a_multiprocessor(by_token: bool) -> None:
+    sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5)], heads=64, size=128, count=2048, page_size=16)
+    use = use_of(sample)
+    score, pick, *_ = selection.of_tokens(use) if by_token else selection.of_sequences(use)
+    for launch, blocks in ((score, 1), (pick, 3 if by_token else 4)):
+        used = used_by(launch)
+
+        assert used["LOCAL"] == 0
+        assert blocks * (used["SHARED"] + 1024) <= 228 << 10
+        assert blocks * used["REG"] * launch.block <= 65536
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper() -> torch.device:
+    """The GPU, if it is one that the kernels run on."""
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip(f"needs compute capability 9.0, and this GPU has {torch.cuda.get_device_capability()}")
+    return torch.device("cuda")
+
+
+def run(sample: Sample) -> dict[str, torch.Tensor]:
+    """What each record selects that launches CUDA C++ for so many tokens."""
+    tokens = sample["q"].shape[1]
+    fits = [each for each in RECORDS if each.op == "precast.paged_select_keys" and each.kind == "cuda"
+            and tokens <= (each.sizes.get("T", (0, None))[1] or tokens)]  # fmt: skip
+    return {each.name: as_function(each)(**sample) for each in fits}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+@pytest.mark.parametrize(
+    ("sequences", "heads", "size", "count", "page_size"),
+    [
+        ([(1, 700), (2, 1500), (0, 9), (1, 5100), (1, 1), (3, 3)], 64, 128, 64, 16),
+        ([(1, 131071), (1, 70000)], 64, 128, 2048, 16),
+        ([(1, 3000 + 17 * i) for i in range(70)], 32, 128, 512, 8),
+        ([(33, 4000), (1, 300), (1, 299)], 16, 64, 299, 5),
+        ([(1, 420000)], 8, 32, 2048, 64),
+    ],
+    ids=str,
+)
+def test_sequences(
+    hopper: torch.device, sequences: list[tuple[int, int]], heads: int, size: int, count: int, page_size: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """In whole numbers, whose sums are exact: many scores are equal."""
+    sample = paged_select_sample(
+        Draw(dtype, hopper), sequences, heads=heads, size=size, count=count, page_size=page_size, whole=True, padding=2
+    )
+    expected = paged_select_keys(**sample)
+    for name, found in run(sample).items():
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_all_kinds_on_a_gpu(hopper: torch.device, kind: str) -> None:
+    """A key's first element is its score, to the digits that bfloat16 has."""
+    scores = drawn_scores(kind, 150000).to(BRAIN).to(hopper)
+    sample = paged_select_sample(Draw(BRAIN, hopper), [(1, 150000)], heads=8, size=32, count=2048, page_size=16)
+    scored = scores[:, None].repeat(1, 2)
+    scored[:, 1] *= -1
+    pages = sample["page_indices"].long()
+    flat = torch.zeros(len(sample["cache"]) * 16, 32, dtype=BRAIN, device=hopper)
+    slots = (pages[:, None] * 16 + torch.arange(16, device=hopper)).flatten()[: len(scores)]
+    flat[slots, :2] = scored
+    q, weights = torch.zeros_like(sample["q"]), torch.zeros_like(sample["weights"])
+    q[0, 0, 0, 0] = q[0, 0, 1, 1] = 1
+    weights[0, 0, 0], weights[0, 0, 1] = 1, -1
+    sample |= {"cache": flat.view(-1, 16, 32), "q": q, "weights": weights, "scale": 1.0}
+    expected = paged_select_keys(**sample)
+    for name, found in run(sample).items():
+        assert torch.equal(found, expected), name
