@@ -2,13 +2,15 @@
 //
 // A cluster of CTAs takes a row. Each of them has a part of its scores, in order, in shared memory if there is room.
 // They count together how many scores are in each of BINS bins, and go on with those of the bin that has the COUNT-th
-// largest, until all of that bin are wanted, or it is a single number:
+// largest:
 //
-//   first     bins of equal width between the least and the largest score: few scores are in the same one
-//   then      bins of equally many integers (`in_order`), which end after four rounds, whatever the scores are
+//   first     bins of equal width between the least and the largest of a sample: few scores are in the same one
+//   then      while there are too many in it, bins of equally many integers (`in_order`); four times at most, whatever
+//             the scores are
+//   in the end each CTA is given all scores of that bin, and finds the COUNT-th largest among them
 //
-// Then each warp counts what it has above that bin and in it, and writes its places behind those of the warps before.
-// So what is selected says nothing of how it was found: of equal scores it is the first ones.
+// Then each warp writes the places of what it has above that score, and of the first that equal it. So what is selected
+// says nothing of how it was found: of equal scores it is the first ones.
 //
 // Programmatic dependent launch: the kernel lets the next one start at once, and reads the lists of the step before it
 // waits for the kernel in front.
@@ -21,16 +23,31 @@
 #include "sparse_attention/rows.cuh"
 
 constexpr int THREADS = 32 * WARPS, BINS = THREADS;
+constexpr int ROOM = THREADS;                       // for scores of one bin
+constexpr int SAMPLES = 4;                          // of the sample, for each thread
 constexpr int LEAST = -0x7fffffff - 1, MOST = 0x7fffffff;
+constexpr int LOWEST = (int)0x807fffff;             // in the order of scores: -infinity
+
+// Rows of scores begin at a multiple of four.
+#ifdef BY_TOKEN
+constexpr bool IN_FOURS = true;
+#else
+constexpr bool IN_FOURS = PAGE_SIZE % 4 == 0;
+#endif
+
+struct Four { int of[4]; };
 
 extern __shared__ __align__(16) unsigned char memory[];
 
 // Where things are in it, in bytes.
-constexpr u32 COUNTS = 0;                           // of bins: two of them, of this round and of the one before
-constexpr u32 OF_WARPS = COUNTS + 2 * BINS * 4;     // two numbers of each warp
-constexpr u32 OF_CTA = OF_WARPS + WARPS * 8;        // two numbers that other CTAs read; and two more
-constexpr u32 FOUND = OF_CTA + 16;                  // three numbers
-constexpr u32 SCORES = FOUND + 16;
+constexpr u32 COUNTS = 0;                           // of bins: two of them, of this time and of the one before
+constexpr u32 KEPT = COUNTS + 2 * BINS * 4;         // scores of the bin, of all CTAs, and the places of these scores
+constexpr u32 RANKS = KEPT + ROOM * 8;              // how many of them are larger, or equal and before
+constexpr u32 OF_WARPS = RANKS + ROOM * 4;          // two numbers of each warp
+constexpr u32 FOUND = OF_WARPS + (WARPS + 1) / 2 * 16;    // five numbers
+constexpr u32 TAKEN = FOUND + 20;                   // how many scores of the bin the CTA has sent
+constexpr u32 LARGER = FOUND + 24;                  // three counts
+constexpr u32 SCORES = FOUND + 48;
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
@@ -41,13 +58,41 @@ __device__ __forceinline__ int load_near(u32 from) {
   return x;
 }
 
+__device__ __forceinline__ Four load_four(u32 from) {
+  Four x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.of[0]), "=r"(x.of[1]), "=r"(x.of[2]), "=r"(x.of[3]) : "r"(shared_address(memory) + from)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ void store_near(u32 to, int x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(memory) + to), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ void count_near(u32 at) {
-  asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(shared_address(memory) + at) : "memory");
+__device__ __forceinline__ void add_near(u32 at, int x) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(shared_address(memory) + at), "r"(x) : "memory");
 }
+
+// Gives what was there before.
+__device__ __forceinline__ int take_near(u32 at) {
+  int x;
+  asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(x) : "r"(shared_address(memory) + at) : "memory");
+  return x;
+}
+
+// Four numbers.
+__device__ __forceinline__ void copy_four(u32 to, const int* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(memory) + to), "l"(from) : "memory");
+}
+
+// One number.
+__device__ __forceinline__ void copy_one(u32 to, const int* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(memory) + to), "l"(from) : "memory");
+}
+
+// Until all of this thread's copies have arrived.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Of a CTA of the cluster.
 __device__ __forceinline__ int load_far(u32 from, u32 rank) {
@@ -57,19 +102,20 @@ __device__ __forceinline__ int load_far(u32 from, u32 rank) {
   return x;
 }
 
-// What a thread wrote before it arrives, others read after they have waited.
-__device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+__device__ __forceinline__ void store_far(u32 to, u32 rank, int x) {
+  asm volatile("{ .reg .u32 far; mapa.shared::cluster.u32 far, %0, %1; st.shared::cluster.u32 [far], %2; }" ::
+                   "r"(shared_address(memory) + to), "r"(rank), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+// What a thread wrote before it arrives, others read after they have waited.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // --- bins ------------------------------------------------------------------------------------------------------------
 
-// Bins of the scores from `low` to `high`. By value, bin i begins about where (value - origin) * factor is i; else at
-// the integer low + i * 2^shift.
+// The first bin has all scores up to `low`, the last one those from `high` on. Between, by value, bin i begins about
+// where (value - origin) * factor is i; else at the integer low + i * 2^shift.
 struct Bins {
   int low, high;
   bool are_by_value;
@@ -79,71 +125,62 @@ struct Bins {
 
 __device__ __forceinline__ Bins bins_of(int low, int high, bool may_be_by_value) {
   Bins bins = {low, high, false, value_of(low), 0, 0};
-  const u32 width = (u32)high - (u32)low;
-  bins.shift = max(0, 32 - __clz(width) - (31 - __clz(BINS)));
+  bins.shift = max(0, 32 - __clz((u32)high - (u32)low) - (31 - __clz(BINS)));
+  if (!may_be_by_value) return bins;
   bins.factor = (BINS - 1) / (value_of(high) - bins.origin);
-  // Neither is there for an infinity, a NaN or equal scores; with a factor so small all would be in one bin.
-  bins.are_by_value = may_be_by_value && bins.factor > 1e-30f && bins.factor < 1e30f;
+  // Neither for an infinity, nor a NaN, nor equal scores; nor where a product would be lost.
+  bins.are_by_value = bins.factor > 1e-30f && bins.factor < 1e30f;
   return bins;
 }
 
-// Ascends with the score, which is one from low to high.
-__device__ __forceinline__ int bin_of(int score, const Bins& bins) {
-  if (bins.are_by_value) return min((int)((value_of(score) - bins.origin) * bins.factor), BINS - 1);
-  return ((u32)score - (u32)bins.low) >> bins.shift;
+// Ascends with the score. NaN, for which `min` gives the other number, is in the last bin.
+__device__ __forceinline__ float in_bins(int score, const Bins& bins) {
+  return (value_of(score) - bins.origin) * bins.factor;
 }
 
-// The least score of this bin or of one above; high + 1 (as an unsigned number) if there is none. All lanes of a warp
-// look for it: each time at 32 numbers, between two of which it is then.
-__device__ __forceinline__ u32 least_of(int bin, const Bins& bins) {
-  const u32 width = (u32)bins.high - (u32)bins.low;
-  u32 base = 0;
+__device__ __forceinline__ int bin_by_value(int score, const Bins& bins) {
+  return (int)max(min(in_bins(score, bins), (float)(BINS - 1)), 0.0f);
+}
+
+__device__ __forceinline__ int bin_of(int score, const Bins& bins) {
+  if (bins.are_by_value) return bin_by_value(score, bins);
+  return ((u32)min(max(score, bins.low), bins.high) - (u32)bins.low) >> bins.shift;
+}
+
+// The least score of this bin or of one above; all lanes of a warp look for it: each time at 32 numbers, between two of
+// which it is then. If there is none, LEAST, to which the largest number's successor goes.
+__device__ __forceinline__ int least_of(int bin, const Bins& bins) {
+  u32 base = 0;    // from that of -infinity on
 #pragma unroll
   for (int bit = 27; bit >= 0; bit = bit > 5 || bit == 0 ? bit - 5 : 0) {
     const u64 own = base + ((u64)(threadIdx.x % 32) << bit);
-    const bool is_below = own <= width && bin_of((int)((u32)bins.low + (u32)own), bins) < bin;
+    const bool is_below = own <= (u32)MOST - (u32)LOWEST && bin_of((int)((u32)own + (u32)LOWEST), bins) < bin;
     const int below = __popc(__ballot_sync(0xffffffff, is_below));
     if (below > 0) base += ((below - 1) << bit) + 1;
   }
-  return (u32)bins.low + base;
-}
-
-// The bins of what is in this bin.
-__device__ __forceinline__ Bins within(int bin, const Bins& bins) {
-  if (bins.are_by_value) return bins_of((int)least_of(bin, bins), (int)(least_of(bin + 1, bins) - 1), false);
-  const u32 low = (u32)bins.low + ((u32)bin << bins.shift);
-  const u32 left = min((u32)bins.high - low, (1u << bins.shift) - 1);
-  return bins_of((int)low, (int)(low + left), false);
+  return (int)(base + (u32)LOWEST);
 }
 
 // --- what threads tell each other ------------------------------------------------------------------------------------
 
-template <typename Of>
-__device__ __forceinline__ int over_warp(int own, Of of) {
+// Of this lane and those behind it.
+__device__ __forceinline__ int sum_from(int own) {
 #pragma unroll
-  for (int far = 16; far > 0; far /= 2) own = of(own, __shfl_xor_sync(0xffffffff, own, far));
+  for (int far = 1; far < 32; far *= 2) {
+    const int other = __shfl_down_sync(0xffffffff, own, far);
+    if (threadIdx.x % 32 + far < 32) own += other;
+  }
   return own;
 }
 
-__device__ __forceinline__ int sum_of(int a, int b) { return a + b; }
-__device__ __forceinline__ int least_of_two(int a, int b) { return min(a, b); }
-__device__ __forceinline__ int most_of_two(int a, int b) { return max(a, b); }
-
-// Two numbers of each warp, which it has in all lanes: put together over the CTA, they are OF_CTA.
-template <typename First, typename Second>
-__device__ __forceinline__ void tell(int first, int second, int no_first, int no_second, First of, Second and_of) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane < 2) store_near(OF_WARPS + warp * 8 + lane * 4, lane ? second : first);
-  __syncthreads();
-  if (warp > 0) return;
-  first = over_warp(lane < WARPS ? load_near(OF_WARPS + lane * 8) : no_first, of);
-  second = over_warp(lane < WARPS ? load_near(OF_WARPS + lane * 8 + 4) : no_second, and_of);
-  if (lane < 2) store_near(OF_CTA + lane * 4, lane ? second : first);
-}
-
-__device__ __forceinline__ void meet_cluster() {
-  arrive_at_cluster();
-  wait_for_cluster();
+// Of this lane and those before it.
+__device__ __forceinline__ int sum_up_to(int own) {
+#pragma unroll
+  for (int far = 1; far < 32; far *= 2) {
+    const int other = __shfl_up_sync(0xffffffff, own, far);
+    if (threadIdx.x % 32 >= far) own += other;
+  }
+  return own;
 }
 
 // --- a row -----------------------------------------------------------------------------------------------------------
@@ -159,112 +196,297 @@ __device__ __forceinline__ int score_of(const Part& part, int i) {
   return part.are_near ? load_near(SCORES + 4 * i) : part.scores[part.first + i];
 }
 
+// And the three behind it, whether or not they are the part's: `i` is a multiple of four.
+__device__ __forceinline__ Four four_of(const Part& part, int i) {
+  if (part.are_near) return load_four(SCORES + 4 * i);
+  Four found;
+#pragma unroll
+  for (int j = 0; j < 4; j++) found.of[j] = part.scores[part.first + min(i + j, part.count - 1)];
+  return found;
+}
+
+// Scores above `high` are selected, and the first `wanted` of those from `low` to `high`. Before this CTA's there are
+// so many above, and between.
+struct Bound {
+  int low, high, wanted, above_before, equal_before;
+};
+
+// 1 above the bound, 0 within.
+__device__ __forceinline__ int side_of(int score, const Bound& bound) {
+  return score > bound.high ? 1 : score >= bound.low ? 0 : -1;
+}
+
+__device__ __forceinline__ int up_to_four(int count) { return (count + 3) / 4 * 4; }
+
 // Writes the number of keys that are seen, or -1: all are selected.
 __device__ __forceinline__ void write_all(int* to, const Row& row, int rank) {
   for (int i = rank * THREADS + threadIdx.x; i < COUNT; i += CLUSTER * THREADS)
     to[i] = i < row.num_keys ? row.kept + i : -1;
 }
 
-// Brings the part near, and gives the least and the largest score of all parts.
-__device__ __forceinline__ void load_part(const Part& part, int& low, int& high) {
-  low = MOST;
-  high = LEAST;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < part.count; i += THREADS) {
-    const int score = part.scores[part.first + i];
-    if (part.are_near) store_near(SCORES + 4 * i, score);
+// Has the part brought near: a thread's copies are of scores that it counts. Gives the bins of a sample, the same in all
+// CTAs.
+__device__ __forceinline__ Bins load_part(const Part& part, int num_keys) {
+  if (part.are_near) {
+    for (int i = 4 * threadIdx.x; i < part.count; i += 4 * THREADS) {
+      const int* from = part.scores + part.first + i;
+      if (IN_FOURS) {
+        copy_four(SCORES + 4 * i, from);
+      } else {
+        for (int j = 0; j < min(4, part.count - i); j++) copy_one(SCORES + 4 * (i + j), from + j);
+      }
+    }
+  }
+  const int apart = max(1, num_keys / (SAMPLES * THREADS));
+  int low = MOST, high = LEAST;
+#pragma unroll
+  for (int i = 0; i < SAMPLES; i++) {
+    const int score = part.scores[min((i * (int)THREADS + (int)threadIdx.x) * apart, num_keys - 1)];
     low = min(low, score);
     high = max(high, score);
   }
-  tell(over_warp(low, least_of_two), over_warp(high, most_of_two), MOST, LEAST, least_of_two, most_of_two);
-  meet_cluster();
-  const int lane = threadIdx.x % 32;
-  low = over_warp(lane < CLUSTER ? load_far(OF_CTA, lane) : MOST, least_of_two);
-  high = over_warp(lane < CLUSTER ? load_far(OF_CTA + 4, lane) : LEAST, most_of_two);
+  low = __reduce_min_sync(0xffffffff, low);
+  high = __reduce_max_sync(0xffffffff, high);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane < 2) store_near(OF_WARPS + warp * 8 + lane * 4, lane ? high : low);
+  if (threadIdx.x < 4) store_near(TAKEN + threadIdx.x * 4, 0);
+  store_near(RANKS + threadIdx.x * 4, 0);
+  store_near(COUNTS + threadIdx.x * 4, 0);
+  __syncthreads();
+  low = __reduce_min_sync(0xffffffff, lane < WARPS ? load_near(OF_WARPS + lane * 8) : MOST);
+  high = __reduce_max_sync(0xffffffff, lane < WARPS ? load_near(OF_WARPS + lane * 8 + 4) : LEAST);
+  wait_for_copies();
+  return bins_of(low, high, true);
 }
 
-// Scores above `high` are selected, and the first `wanted` of those from `low` to `high`.
-struct Bound {
-  int low, high, wanted;
+// The bin with the COUNT-th largest score, above which `above` others are.
+struct Bin {
+  int number;
+  int above, above_before;    // scores above it, of all CTAs, and of those before this one
+  int count, before;          // scores in it
 };
 
-__device__ __forceinline__ Bound bound_of(const Part& part, int low, int high) {
-  Bins bins = bins_of(low, high, true);
-  int above = 0;
-#pragma unroll 1
-  for (int round = 0;; round++) {
-    const u32 counts = COUNTS + round % 2 * BINS * 4;
+// COUNTS are zeros the first time.
+__device__ __forceinline__ Bin bin_with_bound(const Part& part, const Bins& bins, const Bound& limits, const Bin& last,
+                                              int times, u32 rank) {
+  const u32 counts = COUNTS + times % 2 * BINS * 4;
+  if (times == 0 && bins.are_by_value) {
+#pragma unroll 2
+    for (int i = 4 * threadIdx.x; i < part.count; i += 4 * THREADS) {
+      const Four scores = four_of(part, i);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (i + j < part.count) add_near(counts + bin_by_value(scores.of[j], bins) * 4, 1);
+    }
+  } else {
     store_near(counts + threadIdx.x * 4, 0);
     __syncthreads();
-#pragma unroll 8
     for (int i = threadIdx.x; i < part.count; i += THREADS) {
       const int score = score_of(part, i);
-      if (score >= bins.low && score <= bins.high) count_near(counts + bin_of(score, bins) * 4);
+      if (side_of(score, limits) == 0) add_near(counts + bin_of(score, bins) * 4, 1);
     }
-    meet_cluster();
-    int own = 0;    // scores in the thread's bin
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; rank++) own += load_far(counts + threadIdx.x * 4, rank);
-    // And in those above it: of its warp, then of the warps behind.
-    int more = own;
-#pragma unroll
-    for (int far = 1; far < 32; far *= 2) {
-      const int other = __shfl_down_sync(0xffffffff, more, far);
-      if (threadIdx.x % 32 + far < 32) more += other;
-    }
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane == 0) store_near(OF_WARPS + warp * 8, more);
-    __syncthreads();
-    more += over_warp(lane > warp && lane < WARPS ? load_near(OF_WARPS + lane * 8) : 0, sum_of) + above - own;
-    if (more < COUNT && more + own >= COUNT) {
-      store_near(FOUND, threadIdx.x);
-      store_near(FOUND + 4, more);
-      store_near(FOUND + 8, own);
-    }
-    __syncthreads();
-    above = load_near(FOUND + 4);
-    const int in_bin = load_near(FOUND + 8);
-    bins = within(load_near(FOUND), bins);
-    if (bins.low == bins.high || above + in_bin == COUNT) return {bins.low, bins.high, COUNT - above};
   }
-}
-
-// Each warp has a part of the CTA's part.
-__device__ __forceinline__ void write_places(int* to, const Row& row, const Part& part, const Bound& bound, u32 rank) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int each = (part.count + THREADS - 1) / THREADS * 32;
-  const int first = warp * each, end = min(part.count, first + each);
-  int above = 0, equal = 0;
-#pragma unroll 4
-  for (int i = first + lane; i < end; i += 32) {
-    const int score = score_of(part, i);
-    above += score > bound.high;
-    equal += score >= bound.low && score <= bound.high;
-  }
-  tell(over_warp(above, sum_of), over_warp(equal, sum_of), 0, 0, sum_of, sum_of);
   meet_cluster();
-  const bool is_before = lane < rank, is_warp_before = lane < warp;    // other CTAs, and warps of this one
-  above = (is_before ? load_far(OF_CTA, lane) : 0) + (is_warp_before ? load_near(OF_WARPS + lane * 8) : 0);
-  equal = (is_before ? load_far(OF_CTA + 4, lane) : 0) + (is_warp_before ? load_near(OF_WARPS + lane * 8 + 4) : 0);
-  arrive_at_cluster();    // has read all of theirs
-  above = over_warp(above, sum_of);
-  equal = over_warp(equal, sum_of);
-  const u32 before = (1u << lane) - 1;
-  for (int start = first; start < end; start += 32) {
-    const int i = start + lane, score = i < end ? score_of(part, i) : LEAST;
-    const bool is_above = i < end && score > bound.high;
-    const bool is_equal = i < end && score >= bound.low && score <= bound.high;
-    const u32 all_above = __ballot_sync(0xffffffff, is_above), all_equal = __ballot_sync(0xffffffff, is_equal);
-    const int own_equal = equal + __popc(all_equal & before);
-    const int place = above + __popc(all_above & before) + min(bound.wanted, own_equal);
-    if (is_above || (is_equal && own_equal < bound.wanted)) to[place] = row.kept + part.first + i;
-    above += __popc(all_above);
-    equal += __popc(all_equal);
+  int own = 0, own_before = 0;    // scores in the thread's bin
+#pragma unroll
+  for (int other = 0; other < CLUSTER; other++) {
+    const int count = load_far(counts + threadIdx.x * 4, other);
+    own += count;
+    own_before += other < rank ? count : 0;
   }
-  wait_for_cluster();
+  // And in those above it: of its warp, then of the warps behind.
+  int more = sum_from(own), more_before = sum_from(own_before);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0) {
+    store_near(OF_WARPS + warp * 8, more);
+    store_near(OF_WARPS + warp * 8 + 4, more_before);
+  }
+  __syncthreads();
+  const bool is_behind = lane > warp && lane < WARPS;
+  more += __reduce_add_sync(0xffffffff, is_behind ? load_near(OF_WARPS + lane * 8) : 0) + last.above - own;
+  more_before += __reduce_add_sync(0xffffffff, is_behind ? load_near(OF_WARPS + lane * 8 + 4) : 0);
+  if (more < COUNT && more + own >= COUNT) {
+    const int found[5] = {(int)threadIdx.x, more, last.above_before + more_before - own_before, own, own_before};
+#pragma unroll
+    for (int i = 0; i < 5; i++) store_near(FOUND + i * 4, found[i]);
+  }
+  __syncthreads();
+  return {load_near(FOUND), load_near(FOUND + 4), load_near(FOUND + 8), load_near(FOUND + 12), load_near(FOUND + 16)};
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2048 / THREADS) pick_keys(
+// What a warp has of the CTA's part, in pieces: of each a lane has `run` scores that lie together, 32 at most. `first` and
+// `run` are multiples of four.
+struct Range {
+  int first, end, run;
+  __device__ __forceinline__ int piece() const { return 32 * run; }
+  __device__ __forceinline__ int last_piece() const { return first + max(0, end - first - 1) / piece() * piece(); }
+};
+
+// A lane's scores of a piece: a bit for each that is above a bound, or within it.
+struct Marks {
+  u32 above, within;
+};
+
+// `side` says of a score: 1 above, 0 within. Lanes begin at different places, so that they find theirs in different banks.
+template <typename Side>
+__device__ __forceinline__ Marks marks_of(const Part& part, const Range& own, int start, Side side) {
+  const int lane = threadIdx.x % 32, fours = own.run / 4, first = start + lane * own.run;
+  Marks marks = {0, 0};
+  int four = lane % fours;
+  for (int i = 0; i < fours; i++) {
+    if (first + 4 * four < own.end) {
+      const Four scores = four_of(part, first + 4 * four);
+      u32 above = 0, within = 0;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int found = first + 4 * four + j < own.end ? side(scores.of[j]) : -1;
+        above |= (found > 0) << j;
+        within |= (found == 0) << j;
+      }
+      marks.above |= above << 4 * four;
+      marks.within |= within << 4 * four;
+    }
+    four = four + 1 == fours ? 0 : four + 1;
+  }
+  return marks;
+}
+
+// Calls with the place of each bit in the part, and the bit.
+template <typename Each>
+__device__ __forceinline__ void each_of(u32 bits, const Range& own, int start, Each each) {
+  for (; bits; bits &= bits - 1) each(start + (int)threadIdx.x % 32 * own.run + __ffs(bits) - 1, bits & -bits);
+}
+
+// The COUNT-th largest score, which is in this bin: all scores of the bin go to all CTAs. Leaves the marks of the range's
+// last piece.
+__device__ __forceinline__ Bound bound_in(const Part& part, const Range& own, const Bins& bins, const Bound& limits,
+                                          const Bin& bin, Marks& marks) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // By value the bin has what reaches `least` and not `end`; NaN reaches both, and the bins at the ends have all beyond.
+  const bool is_first = bin.number == 0, is_last = bin.number == BINS - 1;
+  const float least = bin.number, end = bin.number + 1;
+  for (int start = own.first; start < own.end; start += own.piece()) {
+    if (bins.are_by_value) {
+      marks = marks_of(part, own, start, [&](int score) {
+        const float at = in_bins(score, bins);
+        return !is_last && !(at < end) ? 1 : is_first || !(at < least) ? 0 : -1;
+      });
+    } else {
+      marks = marks_of(part, own, start, [&](int score) {
+        const int side = side_of(score, limits), number = bin_of(score, bins);
+        return side ? side : number > bin.number ? 1 : number == bin.number ? 0 : -1;
+      });
+    }
+    each_of(marks.within, own, start, [&](int at, u32) {
+      const int score = score_of(part, at);
+      const u32 to = KEPT + (bin.before + take_near(TAKEN)) * 8;
+#pragma unroll
+      for (int other = 0; other < CLUSTER; other++) {
+        store_far(to, other, score);
+        store_far(to + 4, other, part.first + at);
+      }
+    });
+  }
+  __syncwarp();
+  meet_cluster();
+  for (int first = 0; first < bin.count; first += 32) {
+    if (first + lane >= bin.count) continue;
+    const u32 at = KEPT + (first + lane) * 8;
+    const int score = load_near(at), place = load_near(at + 4);
+    int larger = 0;
+    for (int i = warp; i < bin.count; i += WARPS) {
+      const int other = load_near(KEPT + i * 8), its_place = load_near(KEPT + i * 8 + 4);
+      larger += other > score || (other == score && its_place < place);
+    }
+    add_near(RANKS + (first + lane) * 4, larger);
+  }
+  __syncthreads();
+  const int wanted = COUNT - bin.above;
+  const bool exists = threadIdx.x < bin.count;
+  const int score = exists ? load_near(KEPT + threadIdx.x * 8) : LEAST;
+  const int place = exists ? load_near(KEPT + threadIdx.x * 8 + 4) : 0;
+  if (exists && load_near(RANKS + threadIdx.x * 4) == wanted - 1) store_near(FOUND, score);
+  __syncthreads();
+  const int bound = load_near(FOUND);
+  const bool is_before = place < part.first, is_above = exists && score > bound, is_equal = exists && score == bound;
+  const int counts[3] = {__popc(__ballot_sync(0xffffffff, is_above)),
+                         __popc(__ballot_sync(0xffffffff, is_above && is_before)),
+                         __popc(__ballot_sync(0xffffffff, is_equal && is_before))};
+  if (lane == 0 && exists) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) add_near(LARGER + i * 4, counts[i]);
+  }
+  __syncthreads();
+  u32 equal = 0;
+  each_of(marks.within, own, own.last_piece(), [&](int at, u32 bit) {
+    const int own_score = score_of(part, at);
+    if (own_score > bound) marks.above |= bit;
+    if (own_score == bound) equal |= bit;
+  });
+  marks.within = equal;
+  return {bound, bound, wanted - load_near(LARGER), bin.above_before + load_near(LARGER + 4), load_near(LARGER + 8)};
+}
+
+__device__ __forceinline__ Bound bound_of(const Part& part, const Range& own, int num_keys, u32 rank, Marks& marks) {
+  Bins bins = load_part(part, num_keys);
+  Bound limits = {LEAST, MOST};
+  Bin bin = {0, 0, 0, 0, 0};
+#pragma unroll 1
+  for (int times = 0;; times++) {
+    bin = bin_with_bound(part, bins, limits, bin, times, rank);
+    if (bin.count <= ROOM) return bound_in(part, own, bins, limits, bin, marks);
+    const int end = least_of(bin.number + 1, bins);
+    limits.low = max(limits.low, least_of(bin.number, bins));
+    limits.high = end == LEAST ? limits.high : min(limits.high, end - 1);
+    if (limits.low == limits.high) break;    // so many are equal
+    bins = bins_of(limits.low, limits.high, false);
+  }
+  meet_cluster();    // the others may still read this CTA's counts
+  const Bound bound = {limits.low, limits.high, COUNT - bin.above, bin.above_before, bin.before};
+  if (own.first < own.end)
+    marks = marks_of(part, own, own.last_piece(), [&](int score) { return side_of(score, bound); });
+  return bound;
+}
+
+// `marks` are those of the range's last piece.
+__device__ __forceinline__ void write_places(int* to, const Row& row, const Part& part, const Range& own,
+                                             const Bound& bound, const Marks& marks) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, last = own.last_piece();
+  const auto marks_from = [&](int start) {
+    return start == last ? marks : marks_of(part, own, start, [&](int score) { return side_of(score, bound); });
+  };
+  int above = 0, equal = 0;
+  for (int start = own.first; start < own.end; start += own.piece()) {
+    const Marks found = marks_from(start);
+    above += __popc(found.above);
+    equal += __popc(found.within);
+  }
+  above = __reduce_add_sync(0xffffffff, above);
+  equal = __reduce_add_sync(0xffffffff, equal);
+  if (lane < 2) store_near(OF_WARPS + warp * 8 + lane * 4, lane ? equal : above);
+  __syncthreads();
+  const bool is_before = lane < warp;
+  above = bound.above_before + __reduce_add_sync(0xffffffff, is_before ? load_near(OF_WARPS + lane * 8) : 0);
+  equal = bound.equal_before + __reduce_add_sync(0xffffffff, is_before ? load_near(OF_WARPS + lane * 8 + 4) : 0);
+  for (int start = own.first; start < own.end; start += own.piece()) {
+    const Marks found = marks_from(start);
+    // Both counts of a lane in one number: a piece has no more than 1,024 of each.
+    const int both = __popc(found.above) | __popc(found.within) << 16, up_to = sum_up_to(both);
+    int own_above = above + ((up_to - both) & 0xffff), own_equal = equal + ((up_to - both) >> 16);
+    each_of(found.above | found.within, own, start, [&](int at, u32 bit) {
+      const bool is_above = found.above & bit;
+      if (is_above || own_equal < bound.wanted)
+        to[own_above + min(own_equal, bound.wanted)] = row.kept + part.first + at;
+      own_above += is_above;
+      own_equal += !is_above;
+    });
+    const int all = __shfl_sync(0xffffffff, up_to, 31);
+    above += all & 0xffff;
+    equal += all >> 16;
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 4) pick_keys(
     int* out, const int* scores, const int* cu_seqlens, const int* kv_lens, const int* page_indptr,
     const int* page_start, i64 num_rows, i64 num_seqs, i64 num_slots) {
   let_next_kernel_start();
@@ -278,10 +500,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     write_all(to, row, rank);
     return;
   }
-  const int each = (row.num_keys + CLUSTER - 1) / CLUSTER, first = min((int)rank * each, row.num_keys);
+  const int each = up_to_four((row.num_keys + CLUSTER - 1) / CLUSTER), first = min((int)rank * each, row.num_keys);
   const int count = min(each, row.num_keys - first);
   const Part part = {scores + place_of(row, lists), first, count, count <= NEAR};
-  int low, high;
-  load_part(part, low, high);
-  write_places(to, row, part, bound_of(part, low, high), rank);
+  const int of_thread = up_to_four((count + THREADS - 1) / THREADS), own = min(count, (int)threadIdx.x / 32 * 32 * of_thread);
+  const Range range = {own, min(count, own + 32 * of_thread), max(4, min(32, of_thread))};
+  Marks marks = {0, 0};
+  const Bound bound = bound_of(part, range, row.num_keys, rank, marks);
+  write_places(to, row, part, range, bound, marks);
 }

@@ -22,35 +22,56 @@ struct Row {
   int first_page;    // in the page lists
 };
 
-// Each lane's own row. All lanes of the warp ask.
-__device__ __forceinline__ Row row_of(int row, const Lists& lists) {
-  int seq = row;
-#ifdef BY_TOKEN
-  seq = 0;    // sequences that end before the token
-  for (int first = 0; first < lists.num_seqs; first += 32) {
-    const int own = first + threadIdx.x % 32;
-    const int end = own < lists.num_seqs ? lists.cu_seqlens[own + 1] : 0x7fffffff;
-#pragma unroll
-    for (int lane = 0; lane < 32; lane++) seq += __shfl_sync(0xffffffff, end, lane) <= row;
-  }
-#endif
-  if (row >= lists.num_rows) return {0, -1, 0, 0, 0};
-  if (seq >= lists.num_seqs) return {row, 0, 0, 0, 0};
-  const int start = lists.cu_seqlens[seq], end = lists.cu_seqlens[seq + 1], length = lists.kv_lens[seq];
-  const int first_page = lists.page_indptr[seq], end_page = lists.page_indptr[seq + 1];
+// What a step's lists say of a sequence.
+struct Sequence {
+  int start, end;              // tokens
+  int length, kept;            // tokens with those of its cache, and the first of them that is kept
+  int first_page, end_page;
+};
+
+__device__ __forceinline__ Row row_in(int row, const Sequence& seq) {
 #ifdef BY_TOKEN
   const int token = row;
 #else
-  const int token = start;
-  if (end - start != 1) return {0, -1, 0, 0, 0};
+  const int token = seq.start;
+  if (seq.end - seq.start != 1) return {0, -1, 0, 0, 0};
 #endif
   Row found;
   found.token = token;
-  found.kept = lists.page_start[seq] / RATE;
-  found.num_keys = max(0, min((length - (end - token) + 1) / RATE - found.kept, (end_page - first_page) * PAGE_SIZE));
-  found.old_keys = (length - (end - start)) / RATE - found.kept;
-  found.first_page = first_page;
+  found.kept = seq.kept / RATE;
+  found.num_keys = max(0, min((seq.length - (seq.end - token) + 1) / RATE - found.kept,
+                              (seq.end_page - seq.first_page) * PAGE_SIZE));
+  found.old_keys = (seq.length - (seq.end - seq.start)) / RATE - found.kept;
+  found.first_page = seq.first_page;
   return found;
+}
+
+// Each lane's own row. All lanes of the warp ask; what they load is asked for at once.
+__device__ __forceinline__ Row row_of(int row, const Lists& lists) {
+  const auto load = [&](int seq) {
+    return Sequence{lists.cu_seqlens[seq], lists.cu_seqlens[seq + 1], lists.kv_lens[seq], lists.page_start[seq],
+                    lists.page_indptr[seq], lists.page_indptr[seq + 1]};
+  };
+#ifdef BY_TOKEN
+  Row found = {row, row < lists.num_rows ? 0 : -1, 0, 0, 0};
+  for (int first = 0; first < lists.num_seqs; first += 32) {
+    const int own = first + threadIdx.x % 32;
+    const Sequence seq = own < lists.num_seqs ? load(own) : Sequence{0, 0x7fffffff, 0, 0, 0, 0};
+    // Of the sequences, in ascending order, the first that ends behind the token: 32 if none does.
+    int at = 0;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) at += __shfl_sync(0xffffffff, seq.end, at + step - 1) <= row ? step : 0;
+    const auto of_it = [&](int value) { return __shfl_sync(0xffffffff, value, at); };
+    const Sequence its = {of_it(seq.start), of_it(seq.end),        of_it(seq.length),
+                          of_it(seq.kept),  of_it(seq.first_page), of_it(seq.end_page)};
+    if (row < lists.num_rows && row >= its.start && row < its.end && first + at < lists.num_seqs)
+      found = row_in(row, its);
+  }
+  return found;
+#else
+  if (row >= lists.num_rows) return {0, -1, 0, 0, 0};
+  return row_in(row, load(row));
+#endif
 }
 
 // Where a row's scores begin.

@@ -25,6 +25,7 @@
 
 constexpr int KEYS = 16;                            // of a block
 constexpr int TILES = HEADS / 8;
+constexpr int TOGETHER = TILES % 4 == 0 ? 4 : TILES % 2 == 0 ? 2 : 1;    // whose products are on their way at once
 constexpr int STEPS = SIZE / 32;                    // two products of 16 elements each
 constexpr int PIECES = SIZE / 8;                    // of 16 bytes, of a key
 constexpr int BLOCK_BYTES = KEYS * PIECES * 16;
@@ -91,18 +92,18 @@ __device__ __forceinline__ int sum_up_to(int own) {
   return own;
 }
 
-__device__ __forceinline__ int blocks_of_all(const Lists& lists) {
-  int count = 0;
-  for (int first = 0; first < lists.num_rows; first += 32)
-    count += __shfl_sync(0xffffffff, sum_up_to(blocks_of(row_of(first + threadIdx.x % 32, lists))), 31);
-  return count;
+// `own` is the lane's row of the first 32.
+__device__ __forceinline__ int blocks_of_all(const Row& own, const Lists& lists) {
+  int count = blocks_of(own);
+  for (int first = 32; first < lists.num_rows; first += 32)
+    count += blocks_of(row_of(first + threadIdx.x % 32, lists));
+  return __reduce_add_sync(0xffffffff, count);
 }
 
 // Of a block that exists.
-__device__ __forceinline__ Place place_of_block(int block, const Lists& lists) {
+__device__ __forceinline__ Place place_of_block(int block, Row own, const Lists& lists) {
   int before = 0;
-  for (int first = 0;; first += 32) {
-    const Row own = row_of(first + threadIdx.x % 32, lists);
+  for (int first = 32;; first += 32) {
     const int count = blocks_of(own), end = before + sum_up_to(count);
     if (const u32 found = __ballot_sync(0xffffffff, end > block)) {
       const int lane = __ffs(found) - 1;
@@ -111,6 +112,7 @@ __device__ __forceinline__ Place place_of_block(int block, const Lists& lists) {
               of_it(end - count), of_it(end)};
     }
     before = __shfl_sync(0xffffffff, end, 31);
+    own = row_of(first + threadIdx.x % 32, lists);
   }
 }
 
@@ -198,17 +200,23 @@ __device__ __forceinline__ void add_scores(float (&scores)[2], const Queries& qu
     high[step] = load_piece(stage + piece_at(row + 8, step * 4 + piece));
   }
 #pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
-    float products[4] = {0, 0, 0, 0};
+  for (int tile = 0; tile < TILES; tile += TOGETHER) {
+    float products[TOGETHER][4] = {};
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; i++) {
       const u32 *a = low[i / 2].words + i % 2 * 2, *b = high[i / 2].words + i % 2 * 2;
-      const u32* q = queries.pieces[tile][i / 2].words + i % 2 * 2;
       const u32 keys[4] = {a[0], b[0], a[1], b[1]};
-      multiply_add(products, keys, q[0], q[1]);
+#pragma unroll
+      for (int j = 0; j < TOGETHER; j++) {
+        const u32* q = queries.pieces[tile + j][i / 2].words + i % 2 * 2;
+        multiply_add(products[j], keys, q[0], q[1]);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) scores[i / 2] += positive(products[i] * FACTOR) * queries.weights[tile][i % 2];
+    for (int j = 0; j < TOGETHER; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        scores[i / 2] += positive(products[j][i] * FACTOR) * queries.weights[tile + j][i % 2];
   }
 }
 
@@ -224,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) score_keys(
   const Cache cache = {keys, stride_p, stride_s};
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const u32 ring = shared_address(memory) + warp * STAGES * BLOCK_BYTES;
-  const i64 all = blocks_of_all(lists);
+  const Row own_row = row_of(lane, lists);
+  const i64 all = blocks_of_all(own_row, lists);
   const int first = (int)(all * blockIdx.x / gridDim.x) + warp, end = (int)(all * (blockIdx.x + 1) / gridDim.x);
   if (first >= end) {
     wait_for_kernel_in_front();    // else what is behind might not wait for it
@@ -232,10 +241,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) score_keys(
   }
 
   // The pages of the ring's first blocks are all asked for before any is used.
-  const Place begin = place_of_block(first, lists);
+  const Place begin = place_of_block(first, own_row, lists);
   Place ahead = begin;    // of block `first + stage * WARPS`
   const auto follow = [&](Place& at, int block) {
-    if (block >= at.end) at = place_of_block(block, lists);
+    if (block >= at.end) at = place_of_block(block, own_row, lists);
   };
 #pragma unroll 1
   for (int block = first; block < min(end, first + STAGES * WARPS); block += WARPS) {
@@ -286,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) score_keys(
 #pragma unroll 1
   for (int i = first; i < end; i += WARPS) {
     if (i >= place.end) {
-      place = place_of_block(i, lists);
+      place = place_of_block(i, own_row, lists);
       load_queries(queries, given, place.row.token);
     }
     wait_for_copies<STAGES - 1>();    // the group of a block's copies has as many after it

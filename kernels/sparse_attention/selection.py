@@ -17,12 +17,12 @@ FEW_TOKENS = 8
 """Of a step, up to which each is a row."""
 NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200: the blocks that share the keys of all rows."""
-SCORING_WARPS, RING_BYTES = 8, 160 << 10
+SCORING_WARPS, RING_BYTES = 8, 128 << 10
 """Warps that score keys in a block, whose registers hold the queries; and the memory of their rings."""
-CLUSTER, PICKING_WARPS = 8, 16
-"""Blocks that pick the keys of a row, and their warps."""
-NEAR = 16384, 6144
-"""Scores that each of these blocks has in shared memory: of few rows, and of many, where four blocks share a
+CLUSTER = 8
+"""Blocks that pick the keys of a row."""
+PICKING_WARPS, NEAR = (16, 8), (16384, 6144)
+"""Warps of such a block, and scores that it has in shared memory: of few rows, and of many, where four blocks share a
 multiprocessor. All of 131,072 keys, or of 49,152."""
 MOST_ELEMENTS = 8192
 """Of a row's heads together, which are in a warp's registers."""
@@ -94,22 +94,22 @@ def _launches(use: Use, scores: Pointer, rows: Expr, *, by_token: bool) -> tuple
         shared_bytes=SCORING_WARPS * stages * _KEYS * size * 2,
         pdl=True,
     )  # fmt: skip
-    near = NEAR[not by_token]
+    warps, near = (each[not by_token] for each in (PICKING_WARPS, NEAR))
     pick = Launch(
         kernel="precast.kernels.sparse_attention/pick.cu:pick_keys",
         grid=(CLUSTER, rows, 1),
         args=(Pointer("out.0"), scores, *(each for each in lists if each.tensor != "page_indices"), *sizes),
-        constants={**shared, "CLUSTER": CLUSTER, "WARPS": PICKING_WARPS, "NEAR": near},
-        block=32 * PICKING_WARPS,
-        shared_bytes=shared_bytes(PICKING_WARPS, near),
+        constants={**shared, "CLUSTER": CLUSTER, "WARPS": warps, "NEAR": near},
+        block=32 * warps,
+        shared_bytes=shared_bytes(warps, near),
         pdl=True,
     )
     return score, pick
 
 
 def shared_bytes(warps: int, near: int) -> int:
-    """What a block that picks needs: counts of bins, numbers of warps, what others read, and scores."""
-    return 2 * 32 * warps * 4 + warps * 8 + 32 + 4 * near
+    """What a block that picks needs: counts of bins, scores of one, numbers of warps and of all, and scores."""
+    return 32 * warps * (2 * 4 + 8 + 4) + (warps + 1) // 2 * 16 + 48 + 4 * near
 
 
 def _sequences(use: Use) -> Expr:

@@ -34,6 +34,8 @@ typedef long long i64;
 typedef u16 Element;
 using std::max;
 using std::min;
+inline float max(float a, float b) { return fmaxf(a, b); }    // of a NaN and a number these give the number
+inline float min(float a, float b) { return fminf(a, b); }
 
 struct Index { unsigned x, y, z; };
 struct Copy { u32 to; const void* from; u32 bytes; };

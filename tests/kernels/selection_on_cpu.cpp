@@ -13,6 +13,14 @@ inline T shifted(T value, int source) {    // of a lane of the warp; its own whe
 }
 inline int __shfl_up_sync(u32, int value, int far) { return shifted(value, (int)lane() - far); }
 inline int __shfl_down_sync(u32, int value, int far) { return shifted(value, (int)lane() + far); }
+template <typename Of>
+inline int over_warp(int own, Of of) {
+  for (int far = 16; far > 0; far /= 2) own = of(own, __shfl_xor_sync(0xffffffff, own, far));
+  return own;
+}
+inline int __reduce_min_sync(u32, int x) { return over_warp(x, [](int a, int b) { return min(a, b); }); }
+inline int __reduce_max_sync(u32, int x) { return over_warp(x, [](int a, int b) { return max(a, b); }); }
+inline int __reduce_add_sync(u32, int x) { return over_warp(x, [](int a, int b) { return a + b; }); }
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline int __float_as_int(float number) {
@@ -38,14 +46,43 @@ inline int load_near(u32 from) {
   memcpy(&x, at(from, 4), 4);
   return x;
 }
+struct Four;
+template <typename T = Four>
+inline T load_four(u32 from) {
+  CHECK(from % 16 == 0);
+  T x;
+  memcpy(&x, at(from, 16), 16);
+  return x;
+}
 inline void store_near(u32 to, int x) { memcpy(at(to, 4), &x, 4); }
-inline void count_near(u32 to) { store_near(to, load_near(to) + 1); }
+inline void add_near(u32 to, int x) { store_near(to, load_near(to) + x); }
+inline int take_near(u32 from) {
+  const int x = load_near(from);
+  store_near(from, x + 1);
+  return x;
+}
+#ifdef PICKS    // the others have a function of this name by themselves
+inline void copy_one(u32 to, const int* from) { current->groups.back().push_back({to, from, 4}); }
+inline void copy_four(u32 to, const int* from) {
+  CHECK(to % 16 == 0 && (u64)from % 16 == 0);
+  current->groups.back().push_back({to, from, 16});
+}
+inline void wait_for_copies() {
+  for (const Copy& copy : current->groups.back()) memcpy(at(copy.to, copy.bytes), copy.from, copy.bytes);
+  current->groups.back().clear();
+}
+#endif
 inline int load_far(u32 from, u32 rank) {
   CHECK(of_cluster.turn > 0 && rank < shared.size() && from + 4 <= shared[rank].size());
   int x;
   memcpy(&x, shared[rank].data() + from, 4);
   return x;
 }
+inline void store_far(u32 to, u32 rank, int x) {
+  CHECK(of_cluster.turn > 0 && rank < shared.size() && to + 4 <= shared[rank].size());
+  memcpy(shared[rank].data() + to, &x, 4);
+}
+inline void meet_cluster() { of_cluster.arrive_and_wait(); }
 
 #include "selection.inc"
 

@@ -194,16 +194,16 @@ def test_scores_of_all_kinds(on_cpu: Run, kind: str) -> None:
 
 
 @pytest.mark.parametrize("by_token", [True, False], ids=["tokens", "sequences"])
-def test_what_records_launch_fits_a_multiprocessor(by_token: bool) -> None:
+def test_what_records_launch_fits_a_multiprocessor_together(by_token: bool) -> None:
     sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5)], heads=64, size=128, count=2048, page_size=16)
     use = use_of(sample)
     score, pick, *_ = selection.of_tokens(use) if by_token else selection.of_sequences(use)
-    for launch, blocks in ((score, 1), (pick, 3 if by_token else 4)):
-        used = used_by(launch)
+    used = [used_by(launch) for launch in (score, pick)]
+    threads = [score.block, pick.block]
 
-        assert used["LOCAL"] == 0
-        assert blocks * (used["SHARED"] + 1024) <= 228 << 10
-        assert blocks * used["REG"] * launch.block <= 65536
+    assert all(each["STACK"] <= 16 for each in used)
+    assert sum(each["SHARED"] + 1024 for each in used) <= 228 << 10
+    assert sum(-(-each["REG"] // 8) * 8 * block for each, block in zip(used, threads, strict=True)) <= 65536
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
