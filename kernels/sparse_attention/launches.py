@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from precast.ir.graph.schema import Expr
+from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, ceildiv, maximum, minimum, mul
 from precast.kernels.attention.launches import Tile, by_slots, has_large_memory
 from precast.kernels.blocks import power_of_two
@@ -154,31 +154,32 @@ def _scoring(use: Use) -> dict[str, int | float | bool | str]:
     }
 
 
+class Attended(NamedTuple):
+    """Byte offsets of queries and results in the latents' space, of partial results and their weights, and all of it."""
+
+    queries: Expr
+    results: Expr
+    partial: Expr
+    weights: Expr
+    end: Expr
+
+
 def attend_workspace(use: Use) -> Expr:
     """The bytes of queries and results in the latents' space, and of partial results with their weights."""
-    return add(_attend_places(use)[-1], 16)
+    return attended_bytes(use, _attend_parts(use))
 
 
 def attend(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_sparse_latent_attention`: queries into the latents' space, attention there, and results out."""
     sizes, tile, parts = sizes_of(use), absorbed_tile(use), _attend_parts(use)
     tokens, count = use.shape("q")[1], known(use, "selected", 2)
-    places = _attend_places(use)
-    queries, results = (Pointer("workspace", sizes.dtype, place) for place in places[:2])
-    partial, weights = (Pointer("workspace", "float32", place) for place in places[2:4])
     heads = min(power_of_two(sizes.heads), tile.m)
-    block_c = max(16, power_of_two(sizes.latent))
-    shared = {"HEADS": sizes.heads, "LATENT": sizes.latent, "BLOCK_C": block_c, "PDL": overlaps(use)}
     attention = Launch(
         kernel=_KERNELS + "triton_attend:attend_kernel",
         grid=(tokens, -(-sizes.heads // heads), parts),
-        args=(results, partial, weights, queries, Pointer("q"), Pointer("cache"), Pointer("selected"),
-              Pointer("sinks") if use.has("sinks") else None,
-              *(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")),
-              add(use.shape("cu_seqlens")[0], -1), parts, *(Stride("q", axis) for axis in (1, 2, 3)),
-              *(Stride("cache", axis) for axis in (0, 1)), *(Stride("selected", axis) for axis in (1, 2))),
+        args=attending(use, parts),
         constants={
-            **shared,
+            **_latents(use),
             "COUNT": count,
             "PAGE_SIZE": sizes.page,
             "NOPE": sizes.nope,
@@ -192,23 +193,65 @@ def attend(use: Use) -> tuple[Launch, ...]:
         num_warps=tile.num_warps,
         num_stages=_attend_stages(use),
         pdl=overlaps(use),
+    )
+    into, out_of = attend_products(use, parts)
+    return into, attention, joined(use, parts), out_of
+
+
+def attending(use: Use, parts: Expr) -> tuple[Pointer | Stride | Expr | None, ...]:
+    """The arguments of what attends to latents, in `parts`."""
+    queries, results, partial, weights = _attended(use, parts)
+    return (
+        results, partial, weights, queries, Pointer("q"), Pointer("cache"), Pointer("selected"),
+        Pointer("sinks") if use.has("sinks") else None,
+        *(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")),
+        add(use.shape("cu_seqlens")[0], -1), parts, *(Stride("q", axis) for axis in (1, 2, 3)),
+        *(Stride("cache", axis) for axis in (0, 1)), *(Stride("selected", axis) for axis in (1, 2)),
     )  # fmt: skip
-    join = Launch(
+
+
+def joined(use: Use, parts: Expr) -> Launch:
+    """What the parts of each token found, joined: no launch where each token is one part."""
+    tokens = use.shape("q")[1]
+    _, results, partial, weights = _attended(use, parts)
+    constants = _latents(use)
+    return Launch(
         kernel=_KERNELS + "triton_attend:join_kernel",
-        # None where each token is one part.
-        grid=(mul(tokens, minimum(add(parts, -1), 1)), sizes.heads),
+        grid=(mul(tokens, minimum(add(parts, -1), 1)), sizes_of(use).heads),
         args=(results, partial, weights, parts),
-        constants={**shared, "PARTS": max(1, JOINED // block_c)},
+        constants={**constants, "PARTS": max(1, JOINED // int(constants["BLOCK_C"]))},
         pdl=overlaps(use),
     )
+
+
+def attend_products(use: Use, parts: Expr) -> tuple[Launch, Launch]:
+    """Queries into the latents' space, and results out of it."""
+    sizes = sizes_of(use)
+    queries, results, *_ = _attended(use, parts)
     by_token = tuple(Stride("q", axis) for axis in (1, 2, 3))
     by_row = (sizes.heads * sizes.latent, sizes.latent, 1)
     return (
         head_product(use, queries, Pointer("q"), by_token, to_latent=True),
-        attention,
-        join,
         head_product(use, Pointer("out.0"), results, by_row, to_latent=False),
     )
+
+
+def attended_bytes(use: Use, parts: Expr) -> Expr:
+    """The bytes of what launches leave for one another; some even in a step of no tokens."""
+    return add(_attend_places(use, parts).end, 16)
+
+
+def _attended(use: Use, parts: Expr) -> tuple[Pointer, ...]:
+    """Queries, results, partial results and weights."""
+    places, dtype = _attend_places(use, parts), sizes_of(use).dtype
+    kinds: tuple[Dtype, ...] = (dtype, dtype, "float32", "float32")
+    return tuple(Pointer("workspace", kind, place) for kind, place in zip(kinds, places[:-1], strict=True))
+
+
+def _latents(use: Use) -> dict[str, int | float | bool | str]:
+    sizes = sizes_of(use)
+    block_c = max(16, power_of_two(sizes.latent))
+    return {"HEADS": sizes.heads, "LATENT": sizes.latent, "BLOCK_C": block_c, "PDL": overlaps(use)}
 
 
 def _attend_stages(use: Use) -> int:
@@ -224,18 +267,18 @@ def _attend_parts(use: Use) -> Expr:
     return by_slots(use.shape("q")[1], tuple(min(parts, most) for parts in ATTEND_PARTS))
 
 
-def _attend_places(use: Use) -> tuple[Expr, ...]:
-    """Byte offsets of queries, results, partial results and weights in the workspace, and the end."""
+def _attend_places(use: Use, num_parts: Expr) -> Attended:
+    """Each in whole vectors."""
     sizes = sizes_of(use)
     rows = mul(use.shape("q")[1], sizes.heads)
     # One part is none: its program has the result.
-    parts = mul(_attend_parts(use), minimum(add(_attend_parts(use), -1), 1))
+    parts = mul(num_parts, minimum(add(num_parts, -1), 1))
     each = (
         *([mul(16, ceildiv(mul(rows, sizes.latent, sizes.bytes), 16))] * 2),
         mul(rows, parts, 4 * sizes.latent),
         mul(rows, parts, 8),
     )
-    return tuple(add(*each[:i]) for i in range(len(each) + 1))
+    return Attended(*(add(*each[:i]) for i in range(len(each) + 1)))
 
 
 def _score_tile(use: Use) -> Tile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from precast.ir.graph.symbols import add, maximum, minimum, mul
 from precast.kernels.attention.workspace import keys_of
 from precast.kernels.latent_attention.limits import MAX_LATENT, MAX_ROPE
 from precast.kernels.records import Condition, Record, nothing, reference
-from precast.kernels.sparse_attention import launches, selection
+from precast.kernels.sparse_attention import attention, launches, selection
 from precast.kernels.sparse_attention.limits import MAX_HEADS, MAX_LATENTS, MAX_SCORES, MAX_SIZE
 from precast.kernels.use import Use, copied, numbers, wide
 
@@ -109,6 +110,15 @@ RECORDS = (
     Record(
         name="triton.paged_select_keys", op="precast.paged_select_keys", **_TRITON, **_COMPUTED,
         takes=(SCORES, CONVERTS), workspace=launches.select_workspace, runs=launches.select_keys,
+    ),
+    *(
+        Record(
+            name=f"cuda.paged_sparse_latent_attention.to_{tokens[1] or 'any'}",
+            op="precast.paged_sparse_latent_attention", **_HOPPER, takes=(_SAME, _FITS, *attention.TAKES),
+            sizes={"T": tokens}, workspace=partial(attention.workspace, tokens=tokens[1]),
+            runs=partial(attention.launches, tokens=tokens[1]),
+        )
+        for tokens in attention.ranges()
     ),
     Record(
         name="triton.paged_sparse_latent_attention", op="precast.paged_sparse_latent_attention", **_TRITON, **_COMPUTED,

@@ -55,7 +55,7 @@ class Source:
         numbers = []
         for arg in launch.args:
             if isinstance(arg, Pointer):
-                numbers.append(given[arg.tensor].data_ptr())
+                numbers.append(given[arg.tensor].data_ptr() + symbols.evaluate(arg.offset, {}))
             elif isinstance(arg, Stride):
                 numbers.append(given[arg.tensor].stride(arg.axis))
             else:

@@ -1,0 +1,115 @@
+"""The launches of `attend.cu`: attention to selected latents on Hopper. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from precast.ir.graph.schema import Expr
+from precast.kernels.latent_attention.launches import sizes_of
+from precast.kernels.records import Condition, Launch
+from precast.kernels.rows import known, real
+from precast.kernels.sparse_attention.launches import attend_products, attended_bytes, attending, joined
+from precast.kernels.use import Use
+
+NUM_SMS = 132
+"""Streaming multiprocessors of H100 SXM, H200 and GH200."""
+TILE = 64
+"""Entries that a block takes at a time."""
+WARPS = 8
+"""Of a block."""
+FEW_ROWS, MANY_ROWS = 32, 64
+"""Heads of a block: while there are blocks for all multiprocessors, few of them share what is selected."""
+MOST_TOKENS = (1, 2, 4, 8, 16, 32)
+"""Of a step, at the ends of ranges in which a token is divided among as many blocks."""
+MOST_CLUSTER, MOST_STAGES = 8, 2
+"""Blocks of a cluster, and tiles on their way in a block."""
+
+
+class Attend(NamedTuple):
+    """How a token's heads are divided: heads of a block, blocks of a cluster, clusters, and tiles of a block's ring."""
+
+    rows: int
+    cluster: int
+    parts: int
+    stages: int
+
+
+TAKES = (
+    Condition(
+        "latents in a multiple of 128 elements, and rope parts in one of 64 together with them, of up to 576",
+        lambda use: (
+            (use.number("weight", 1) or 1) % 128 == 0
+            and (use.number("cache", 2) or 1) % 64 == 0
+            and (use.number("cache", 2) or 577) <= 576
+        ),
+    ),
+    Condition(
+        "a cache of the query's type",
+        lambda use: use.operands["cache"].type.dtype == use.operands["q"].type.dtype,
+    ),
+    Condition(
+        "sinks of the query's type or float32",
+        lambda use: (
+            not use.has("sinks") or use.operands["sinks"].type.dtype in ("float32", use.operands["q"].type.dtype)
+        ),
+    ),
+    Condition("a scale above 0", lambda use: real(use, "scale") > 0),
+    Condition("Triton, which multiplies by the weight", lambda use: "triton" in use.target.kinds),
+)
+
+
+def ranges() -> Iterator[tuple[int, int | None]]:
+    """The least and the most tokens of steps that are divided alike; None: any."""
+    yield from zip((0, *(most + 1 for most in MOST_TOKENS)), (*MOST_TOKENS, None), strict=True)
+
+
+def attend_of(use: Use, tokens: int | None) -> Attend:
+    """For steps of up to so many tokens: as many blocks as leaves each a multiprocessor, but no more than tiles."""
+    rows = MANY_ROWS if tokens is None and known(use, "q", 2) > FEW_ROWS else FEW_ROWS
+    groups = -(-known(use, "q", 2) // rows)
+    tiles = -(-known(use, "selected", 2) // TILE)
+    blocks = min(tiles, NUM_SMS // ((tokens or NUM_SMS) * groups))
+    blocks = 1 << max(blocks, 1).bit_length() - 1
+    cluster = min(blocks, MOST_CLUSTER)
+    return Attend(rows, cluster, blocks // cluster, min(MOST_STAGES, -(-tiles // blocks)))
+
+
+def workspace(use: Use, *, tokens: int | None) -> Expr:
+    """The bytes of what launches leave for one another."""
+    return attended_bytes(use, attend_of(use, tokens).parts)
+
+
+def launches(use: Use, *, tokens: int | None) -> tuple[Launch, ...]:
+    """`precast.paged_sparse_latent_attention` in steps of up to so many tokens."""
+    how = attend_of(use, tokens)
+    into, out_of = attend_products(use, how.parts)
+    join = (joined(use, how.parts),) if how.parts > 1 else ()
+    return (into, attend_launch(use, how), *join, out_of)
+
+
+def attend_launch(use: Use, how: Attend) -> Launch:
+    """Each token for itself."""
+    sizes, has_sinks = sizes_of(use), use.has("sinks")
+    return Launch(
+        kernel="precast.kernels.sparse_attention/attend.cu:attend_selected",
+        grid=(how.cluster * how.parts, -(-sizes.heads // how.rows), use.shape("q")[1]),
+        args=attending(use, how.parts),
+        constants={
+            "FLOAT16": sizes.dtype == "float16", "HEADS": sizes.heads, "NOPE": sizes.nope, "LATENT": sizes.latent,
+            "ROPE": sizes.rope, "COUNT": known(use, "selected", 2), "PAGE_SIZE": sizes.page,
+            "SCALE": real(use, "scale"), "SINKS": has_sinks,
+            "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "ROWS": how.rows, "CLUSTER": how.cluster,
+            "STAGES": how.stages, "PARTS": how.parts > 1,
+        },
+        block=32 * WARPS,
+        shared_bytes=shared_bytes(sizes.latent + sizes.rope, how),
+        pdl=True,
+    )  # fmt: skip
+
+
+def shared_bytes(width: int, how: Attend) -> int:
+    """What a block needs: its ring, queries and weights, and numbers of rows and of stages."""
+    ring = how.stages * TILE * 16 * (width // 8 | 1)
+    of_rows = width * 2 + TILE * 2 + 4 * (WARPS * 16 // how.rows + 1)
+    return ring + how.rows * of_rows + how.stages * 16

@@ -1,0 +1,105 @@
+// Runs kernels/sparse_attention/attend.cu on a CPU: "attend.inc" is its source without the functions that are PTX.
+
+#include "clusters_on_cpu.h"
+
+#include <map>
+
+struct float2 { float x, y; };
+inline u32 __float_as_uint(float number) {
+  u32 bits;
+  memcpy(&bits, &number, 4);
+  return bits;
+}
+
+struct Piece { u32 words[4]; };
+inline void store_word(u32 to, u32 x) { memcpy(at(to, 4), &x, 4); }
+inline u32 load_word(u32 from) {
+  u32 x;
+  memcpy(&x, at(from, 4), 4);
+  return x;
+}
+inline void store_piece(u32 to, const Piece& x) {
+  CHECK(to % 16 == 0);
+  memcpy(at(to, 16), &x, 16);
+}
+inline u32 load_far(u32 from, u32 rank) {
+  CHECK(of_cluster.turn > 0 && rank < shared.size() && from + 4 <= shared[rank].size());
+  u32 x;
+  memcpy(&x, shared[rank].data() + from, 4);
+  return x;
+}
+inline void store_far(u32 to, u32 rank, float a, float b) {
+  CHECK(of_cluster.turn > 0 && to % 8 == 0 && rank < shared.size() && to + 8 <= shared[rank].size());
+  const float x[2] = {a, b};
+  memcpy(shared[rank].data() + to, x, 8);
+}
+inline void meet_cluster() { of_cluster.arrive_and_wait(); }
+inline void order_before_copies() {}
+
+// Copies in bulk, which arrive at once, or when somebody waits for them.
+struct Barrier { int pending; i64 bytes; u32 phase; };
+static std::vector<std::map<u32, Barrier>> barriers;    // of each CTA
+static std::vector<std::vector<std::pair<Copy, u32>>> on_their_way;
+inline void barrier_init(u32 barrier, u32 count) {
+  CHECK(barrier % 8 == 0 && count == 1 && at(barrier, 8));
+  barriers[current->rank][barrier] = {1, 0, 0};
+}
+inline void barrier_init_fence() {}
+static void change(u32 barrier, int arrivals, i64 bytes) {
+  Barrier& found = barriers[current->rank].at(barrier);
+  CHECK(found.pending >= arrivals);
+  found.pending -= arrivals;
+  found.bytes += bytes;
+  if (found.pending == 0 && found.bytes == 0) {
+    found.phase ^= 1;
+    found.pending = 1;
+  }
+}
+inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
+static void end_copy(const Copy& copy, u32 barrier) {
+  memcpy(at(copy.to, copy.bytes), copy.from, copy.bytes);
+  change(barrier, 0, -(i64)copy.bytes);
+}
+inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0);
+  if (copies_are_late)
+    on_their_way[current->rank].push_back({{to, from, bytes}, barrier});
+  else
+    end_copy({to, from, bytes}, barrier);
+}
+inline void barrier_wait(u32 barrier, u32 parity) {
+  auto& waiting = on_their_way[current->rank];
+  while (barriers[current->rank].at(barrier).phase == parity) {
+    for (size_t i = 0; i < waiting.size(); i++)
+      if (waiting[i].second == barrier) {
+        const auto [ended, of] = waiting[i];
+        waiting.erase(waiting.begin() + i);
+        end_copy(ended, of);
+        break;
+      }
+    fibers::let_others_run();
+  }
+}
+
+#include "attend.inc"
+
+static const u64* arguments;
+static void run_thread() {
+  const u64* a = arguments;
+  const auto list = [&](int i) { return (const int*)a[i]; };
+  const auto elements = [&](int i) { return (const Element*)a[i]; };
+  attend_selected((Element*)a[0], (float*)a[1], (float*)a[2], elements(3), elements(4), elements(5), list(6),
+                  (const Sink*)a[7], list(8), list(9), list(10), list(11), list(12), a[13], a[14], a[15], a[16], a[17],
+                  a[18], a[19], a[20], a[21]);
+}
+
+extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
+                    u32 count) {
+  arguments = args;
+  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread,
+               [] {
+                 barriers.assign(CLUSTER, {});
+                 on_their_way.assign(CLUSTER, {});
+               },
+               [] { for (const auto& each : on_their_way) CHECK(each.empty()); });
+}
