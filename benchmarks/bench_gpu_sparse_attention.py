@@ -8,7 +8,8 @@ attention to it gives, is compared with the definitions, which compute on the GP
     python benchmarks/bench_gpu_sparse_attention.py [--out FILE] [--only TEXT]
 
 A row's `until` has the microseconds of the first launch, of the first two, and so on, each with the number and the name
-of the last one; a launch takes what it adds. `differs` is 0 where the definition selects the same.
+of the last one; a launch takes what it adds. `triton_us`: Triton's kernels alone, in the same run. `differs`
+is 0 where the definition selects the same.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from support.gpu_times import microseconds
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
-from precast.kernels.choices import resolve
+from precast.kernels.choices import records_of, resolve
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import Launched
 from precast.kernels.records import Launch
@@ -132,10 +133,17 @@ def measure(op: str, layers: list[Arguments], case: Case) -> dict[str, Any]:
     assert not isinstance(record.runs, str), "sparse attention on GPUs is launches"
     found, num_bytes = record.runs(use), record.workspace(use)
     assert isinstance(num_bytes, int), "all sizes are known"
+    (triton,) = (each for each in records_of(f"precast.{op}", 1) if each.name == f"triton.{op}")
+    assert not isinstance(triton.runs, str), "and so is it in Triton"
+    held = triton.workspace(use)
+    assert isinstance(held, int), "all sizes are known"
+    in_triton = microseconds_of(triton.runs(use), layers, held)
     us = microseconds_of(found, layers, num_bytes)
     need = needed(op, case)
     floor = max(1e6 * need["gb"] / read_rate(), 1e6 * need["tflop"] / product_rate())
-    row: dict[str, Any] = {"us": us, "floor_us": round(floor, 2), "workspace_mib": num_bytes >> 20}
+    row: dict[str, Any] = {
+        "us": us, "floor_us": round(floor, 2), "triton_us": in_triton, "workspace_mib": num_bytes >> 20
+    }  # fmt: skip
     row["until"] = {
         f"{i} {each.kernel.partition(':')[2]}": microseconds_of(found[: i + 1], layers, num_bytes, runs=3)
         for i, each in enumerate(found)

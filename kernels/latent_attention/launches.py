@@ -181,11 +181,13 @@ def _absorbed(use: Use, most_tokens: int | None, tile: Tile) -> tuple[Launch, ..
 
 
 def head_product(
-    use: Use, made: Pointer, given: Pointer, strides: tuple[Stride | int, ...], *, to_latent: bool
-) -> Launch:
-    """Of every token: into the latents' space, by the key's part of the weight, or out of it, by the value's."""
+    use: Use, made: Pointer, given: Pointer, strides: tuple[Stride | int, ...], *, to_latent: bool,
+    few: bool = False,
+) -> Launch:  # fmt: skip
+    """Of every token: into the latents' space, by the key's part of the weight, or out of it, by the value's. `few`: of
+    no more than `FEW_TOKENS`."""
     rows = use.shape("q")[1]
-    launch = _product(use, made, given, strides, SMALL_STEP, to_latent=to_latent)
+    launch = _product(use, made, given, strides, FEW_TOKENS if few else SMALL_STEP, to_latent=to_latent)
     *grid, _ = launch.grid
     block_t = launch.constants["BLOCK_T"]
     assert isinstance(block_t, int), "a number of rows"

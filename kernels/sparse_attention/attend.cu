@@ -22,6 +22,8 @@
 //   ROWS                       32 or 64
 //   CLUSTER, STAGES            CTAs of a cluster, and tiles in the ring
 //   PARTS                      there are several clusters for a token's heads, and these leave parts
+//   VALUE, ASKS_FOR_WEIGHT     elements of a value; asks for what the next product multiplies by, of `weight`
+//                              [HEADS * (NOPE + VALUE), LATENT], while there is little else to read
 
 #include "half.cuh"
 
@@ -90,11 +92,23 @@ __device__ __forceinline__ void store_word(u32 to, u32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_byte(u32 to, u32 x) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ u32 load_word(u32 from) {
   u32 x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
 }
+
+// 16 bytes.
+__device__ __forceinline__ void copy_piece(u32 to, const Element* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Until all of this thread's copies of pieces have arrived.
+__device__ __forceinline__ void wait_for_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void store_piece(u32 to, const Piece& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]),
@@ -119,6 +133,11 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// So that it is in the L2 cache when it is read.
+__device__ __forceinline__ void ask_early(const Element* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // What this thread wrote to shared memory, before copies in bulk come there.
 __device__ __forceinline__ void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -130,7 +149,7 @@ struct Lists {
 
 // Keys are counted from the first that is kept.
 struct Seen {
-  const int* pages;
+  const int* pages;    // there is one, whatever it says, where the token sees no key
   int start, count;    // the number of the first, and how many the token sees
 };
 
@@ -140,10 +159,11 @@ __device__ __forceinline__ Seen seen_by(int token, int num_seqs, const Lists& li
     const int b = first + threadIdx.x % 32;
     seq += __popc(__ballot_sync(0xffffffff, b < num_seqs && lists.cu_seqlens[min(b, num_seqs - 1) + 1] <= token));
   }
-  if (seq >= num_seqs) return {lists.page_indices, 0, 0};
+  if (seq >= num_seqs) return {lists.cu_seqlens, 0, 0};
   const int start = lists.page_start[seq], first_page = lists.page_indptr[seq], end_page = lists.page_indptr[seq + 1];
   const int visible = lists.kv_lens[seq] - start - (lists.cu_seqlens[seq + 1] - token) + 1;
-  return {lists.page_indices + first_page, start, min(visible, (end_page - first_page) * PAGE_SIZE)};
+  const int count = min(visible, (end_page - first_page) * PAGE_SIZE);
+  return {count > 0 ? lists.page_indices + first_page : lists.cu_seqlens, start, count};
 }
 
 struct Cache {
@@ -151,50 +171,49 @@ struct Cache {
   i64 stride_p, stride_s;
 };
 
-// Where a key's row is; null where an entry is no key of the token.
-__device__ __forceinline__ const Element* row_of(int entry, const Seen& seen, const Cache& cache) {
-  const int key = entry - seen.start;
-  if (key < 0 || key >= seen.count) return nullptr;
-  return cache.rows + (seen.pages[key / PAGE_SIZE] * cache.stride_p + key % PAGE_SIZE * cache.stride_s);
-}
-
-// The rows of a tile's entries, two for each lane of a warp.
-struct Rows {
-  const Element* of[TILE / 32];
+// A key of the token, -1 where an entry is none, and its page, which is loaded and not looked at.
+struct Key {
+  int number, page;
 };
 
-__device__ __forceinline__ Rows rows_of(const int* selected, i64 stride, int tile, const Seen& seen, const Cache& cache) {
-  Rows rows;
-#pragma unroll
-  for (int i = 0; i < TILE / 32; i++) {
-    const int entry = tile * TILE + i * 32 + threadIdx.x % 32;
-    rows.of[i] = entry < COUNT ? row_of(selected[entry * stride], seen, cache) : nullptr;
-  }
-  return rows;
+__device__ __forceinline__ Key key_of(int entry, const Seen& seen) {
+  const int number = entry - seen.start;
+  const bool is_seen = number >= 0 && number < seen.count;
+  return {is_seen ? number : -1, seen.pages[is_seen ? number / PAGE_SIZE : 0]};
 }
 
-// One warp has the rows brought to a stage.
-__device__ __forceinline__ void copy_tile(u32 base, int stage, const Rows& rows) {
-  const int lane = threadIdx.x % 32;
-  const u32 arrived = base + ARRIVED + stage * 8, at = base + RING + stage * STAGE_BYTES;
-  u32 exists[TILE / 32], count = 0;
-#pragma unroll
-  for (int i = 0; i < TILE / 32; i++) {
-    exists[i] = __ballot_sync(0xffffffff, rows.of[i] != nullptr);
-    count += __popc(exists[i]);
-    if (!rows.of[i]) {
-      for (int piece = 0; piece < PIECES; piece++)
-        store_piece(at + (i * 32 + lane) * KEY_PITCH + piece * 16, {0, 0, 0, 0});
-      order_before_copies();
-    }
-    if (lane == 0) store_word(base + EXISTS + stage * 8 + i * 4, exists[i]);
+// Null where there is no key.
+__device__ __forceinline__ const Element* row_of(const Key& key, const Cache& cache) {
+  return key.number < 0 ? nullptr
+                        : cache.rows + (key.page * cache.stride_p + key.number % PAGE_SIZE * cache.stride_s);
+}
+
+// A warp has some entries of each tile: its first lanes have one each.
+constexpr int OWN_ENTRIES = TILE / WARPS;
+
+// The lane's entry of a tile; -1 if it has none.
+__device__ __forceinline__ int entry_of(const int* selected, i64 stride, int tile, int end) {
+  const int lane = threadIdx.x % 32, at = tile * TILE + threadIdx.x / 32 * OWN_ENTRIES + lane;
+  const bool exists = lane < OWN_ENTRIES && tile < end && at < COUNT;
+  return exists ? selected[at * stride] : -1;
+}
+
+// Has the rows of the warp's entries brought to a stage.
+__device__ __forceinline__ void copy_rows(u32 base, int stage, const Element* row) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 arrived = base + ARRIVED + stage * 8, at = base + RING + stage * STAGE_BYTES + warp * OWN_ENTRIES * KEY_PITCH;
+  const u32 exists = __ballot_sync(0xffffffff, row != nullptr);
+  if (exists != (1 << OWN_ENTRIES) - 1) {
+    for (int own = 0; own < OWN_ENTRIES; own++)
+      if (!(exists >> own & 1))
+        for (int piece = lane; piece < PIECES; piece += 32) store_piece(at + own * KEY_PITCH + piece * 16, {0, 0, 0, 0});
+    order_before_copies();
   }
+  if (lane == 0) store_byte(base + EXISTS + stage * 8 + warp, exists);
   __syncwarp();
-  if (lane == 0) barrier_expect(arrived, count * WIDTH * 2);
+  if (lane == 0) barrier_expect(arrived, __popc(exists) * WIDTH * 2);
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < TILE / 32; i++)
-    if (rows.of[i]) copy(at + (i * 32 + lane) * KEY_PITCH, rows.of[i], WIDTH * 2, arrived);
+  if (row) copy(at + lane * KEY_PITCH, row, WIDTH * 2, arrived);
 }
 
 // --- queries ---------------------------------------------------------------------------------------------------------
@@ -209,23 +228,26 @@ struct Given {
 
 __device__ __forceinline__ void load_queries(u32 to, const Given& given, int num_rows) {
   const bool in_pieces = given.stride_d == 1 && ((u64)given.rope | (u64)(2 * given.stride_h)) % 16 == 0;
+#pragma unroll
   for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
     const int row = i / PIECES, piece = i % PIECES;
     const bool is_latent = piece < LATENT / 8;
+    const Element* from = is_latent ? given.latent + row * LATENT + piece * 8
+                                    : given.rope + row * given.stride_h + (piece * 8 - LATENT) * given.stride_d;
+    const u32 at = to + piece_at(row, PIECES, piece);
+    if (row < num_rows && (is_latent || in_pieces)) {
+      copy_piece(at, from);
+      continue;
+    }
     Piece found = {0, 0, 0, 0};
     if (row < num_rows) {
-      const Element* from = is_latent ? given.latent + row * LATENT + piece * 8
-                                      : given.rope + row * given.stride_h + (piece * 8 - LATENT) * given.stride_d;
-      if (is_latent || in_pieces) {
-        found = *(const Piece*)__builtin_assume_aligned(from, 16);
-      } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++)
-          found.words[j] = from[2 * j * given.stride_d] | (u32)from[(2 * j + 1) * given.stride_d] << 16;
-      }
+      for (int j = 0; j < 4; j++)
+        found.words[j] = from[2 * j * given.stride_d] | (u32)from[(2 * j + 1) * given.stride_d] << 16;
     }
-    store_piece(to + piece_at(row, PIECES, piece), found);
+    store_piece(at, found);
   }
+  wait_for_pieces();
 }
 
 // --- a tile ----------------------------------------------------------------------------------------------------------
@@ -237,23 +259,34 @@ struct Softmax {
 
 constexpr int KEY_TILES = OWN_KEYS / 8;
 
+// What a step of the first product multiplies. It is loaded one step ahead.
+struct Step {
+  u32 a[4], b[KEY_TILES / 2][4];
+};
+
 __device__ __forceinline__ void multiply_keys(float (&scores)[KEY_TILES][4], u32 base, int stage, int row, int key) {
+  constexpr int STEPS = PIECES / 2;
   const int lane = threadIdx.x % 32;
   const u32 keys = base + RING + stage * STAGE_BYTES + (key + lane % 8 + lane / 16 * 8) * KEY_PITCH + lane / 8 % 2 * 16;
+  const auto load = [&](Step& to, int step) {
+    load_matrices(to.a, base + QUERIES + piece_at(row + lane % 16, PIECES, step * 2 + lane / 16));
+#pragma unroll
+    for (int i = 0; i < KEY_TILES / 2; i++) load_matrices(to.b[i], keys + i * 16 * KEY_PITCH + step * 32);
+  };
 #pragma unroll
   for (int tile = 0; tile < KEY_TILES; tile++)
 #pragma unroll
     for (int i = 0; i < 4; i++) scores[tile][i] = 0;
+  Step steps[2];
+  load(steps[0], 0);
 #pragma unroll 4
-  for (int step = 0; step < PIECES / 2; step++) {
-    u32 a[4];
-    load_matrices(a, base + QUERIES + piece_at(row + lane % 16, PIECES, step * 2 + lane / 16));
+  for (int step = 0; step < STEPS; step++) {
+    if (step + 1 < STEPS) load(steps[(step + 1) % 2], step + 1);
+    const Step& now = steps[step % 2];
 #pragma unroll
-    for (int tile = 0; tile < KEY_TILES; tile += 2) {
-      u32 b[4];
-      load_matrices(b, keys + tile * 8 * KEY_PITCH + step * 32);
-      multiply_add(scores[tile], a, b[0], b[1]);
-      multiply_add(scores[tile + 1], a, b[2], b[3]);
+    for (int i = 0; i < KEY_TILES / 2; i++) {
+      multiply_add(scores[2 * i], now.a, now.b[i][0], now.b[i][1]);
+      multiply_add(scores[2 * i + 1], now.a, now.b[i][2], now.b[i][3]);
     }
   }
 }
@@ -319,18 +352,18 @@ __device__ __forceinline__ void add_latents(Sums& sums, u32 base, int stage, int
   const u32 latents = base + RING + stage * STAGE_BYTES + lane % 16 * KEY_PITCH + first * 2 + lane / 16 * 16;
 #pragma unroll
   for (int step = 0; step < TILE / 16; step++) {
-    u32 a[ROW_TILES][4];
+    u32 a[ROW_TILES][4], b[2][4];    // of the latents, which are loaded one product ahead
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; tile++)
       load_matrices(a[tile], base + WEIGHTS + piece_at(tile * 16 + lane % 16, TILE / 8, step * 2 + lane / 16));
+    load_matrices_transposed(b[0], latents + step * 16 * KEY_PITCH);
 #pragma unroll
     for (int i = 0; i < OWN_SIZE / 16; i++) {
-      u32 b[4];
-      load_matrices_transposed(b, latents + step * 16 * KEY_PITCH + i * 32);
+      if (i + 1 < OWN_SIZE / 16) load_matrices_transposed(b[(i + 1) % 2], latents + step * 16 * KEY_PITCH + (i + 1) * 32);
 #pragma unroll
       for (int tile = 0; tile < ROW_TILES; tile++) {
-        multiply_add(sums[tile][2 * i], a[tile], b[0], b[1]);
-        multiply_add(sums[tile][2 * i + 1], a[tile], b[2], b[3]);
+        multiply_add(sums[tile][2 * i], a[tile], b[i % 2][0], b[i % 2][1]);
+        multiply_add(sums[tile][2 * i + 1], a[tile], b[i % 2][2], b[i % 2][3]);
       }
     }
   }
@@ -378,27 +411,34 @@ __device__ __forceinline__ void tell_rows(const Softmax& softmax, u32 base, int 
   }
 }
 
-// Of a row: the highest score of all CTAs, their total weight, and what this CTA's sums are to be multiplied with.
-struct Joint {
-  float highest, total, fade;
-};
-
-__device__ __forceinline__ Joint joint_of(u32 base, int row, u32 rank) {
-  Joint joint = {NONE, 0, 0};
-  float own = NONE;
+// Of each row what the CTA's sums are to be multiplied with, in FADES, and the total weight of all CTAs, in HIGHEST; and
+// where they are parts, the weight of these. A thread for each row.
+__device__ __forceinline__ void join_rows(const Results& to, u32 base, i64 row, int num_rows, u32 rank) {
+  if (threadIdx.x >= ROWS) return;
+  const u32 own = base + OF_ROWS + threadIdx.x * 8;
+  float highest[CLUSTER], totals[CLUSTER], most = NONE, total = 0;
 #pragma unroll
   for (u32 other = 0; other < CLUSTER; other++) {
-    const float highest = __uint_as_float(load_far(base + OF_ROWS + row * 8, other));
-    joint.highest = max(joint.highest, highest);
-    if (other == rank) own = highest;
+    highest[other] = __uint_as_float(load_far(own, other));
+    totals[other] = __uint_as_float(load_far(own + 4, other));
   }
-  const float reference = joint.highest == NONE ? 0 : joint.highest;
 #pragma unroll
-  for (u32 other = 0; other < CLUSTER; other++)
-    joint.total += __uint_as_float(load_far(base + OF_ROWS + row * 8 + 4, other)) *
-                   power_of_2(__uint_as_float(load_far(base + OF_ROWS + row * 8, other)) - reference);
-  joint.fade = power_of_2(own - reference);
-  return joint;
+  for (u32 other = 0; other < CLUSTER; other++) most = max(most, highest[other]);
+  const float reference = most == NONE ? 0 : most;
+#pragma unroll
+  for (u32 other = 0; other < CLUSTER; other++) {
+    const float fade = power_of_2(highest[other] - reference);
+    total += totals[other] * fade;
+    if (other == rank) store_word(base + FADES + threadIdx.x * 4, __float_as_uint(fade));
+  }
+  store_word(base + HIGHEST + threadIdx.x * 4, __float_as_uint(total));
+#ifdef PARTS
+  if (rank == 0 && threadIdx.x < num_rows) {
+    float* at = to.weights + ((row + threadIdx.x) * to.num_parts + to.part) * 2;
+    at[0] = most;
+    at[1] = total;
+  }
+#endif
 }
 
 // Each CTA joins as much of all latents, and is given that of the others. `row`: the number of the CTA's first.
@@ -406,53 +446,58 @@ __device__ __forceinline__ void join(const Sums& sums, const Results& to, u32 ba
   constexpr int SHARE = LATENT / CLUSTER;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp * OWN_SIZE;
   meet_cluster();    // all have told of their rows, and nobody needs the ring
+  join_rows(to, base, row, num_rows, rank);
+  __syncthreads();
 #pragma unroll
   for (int tile = 0; tile < ROW_TILES; tile++)
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int own = tile * 16 + lane / 4 + j * 8;
-      const Joint joint = joint_of(base, own, rank);
+      const float fade = __uint_as_float(load_word(base + FADES + own * 4));
+      const float total = __uint_as_float(load_word(base + HIGHEST + own * 4));
 #pragma unroll
       for (int i = 0; i < OWN_SIZE / 8; i++) {
         const int element = first + i * 8 + lane % 4 * 2;
-        const float a = sums[tile][i][2 * j] * joint.fade, b = sums[tile][i][2 * j + 1] * joint.fade;
+        const float a = sums[tile][i][2 * j] * fade, b = sums[tile][i][2 * j + 1] * fade;
         if (CLUSTER == 1) {
-          if (own < num_rows) write(to, row + own, element, a, b, joint.total);
+          if (own < num_rows) write(to, row + own, element, a, b, total);
         } else {
           store_far(base + JOINED + ((rank * ROWS + own) * SHARE + element % SHARE) * 4, element / SHARE, a, b);
         }
       }
     }
-  if (CLUSTER > 1) {
-    meet_cluster();
-    for (int i = threadIdx.x; i < num_rows * SHARE / 2; i += THREADS) {
-      const int own = i / (SHARE / 2), element = i % (SHARE / 2) * 2;
-      float a = 0, b = 0;
+  if (CLUSTER == 1) return;
+  meet_cluster();
+#pragma unroll 2
+  for (int i = threadIdx.x; i < num_rows * SHARE / 2; i += THREADS) {
+    const int own = i / (SHARE / 2), element = i % (SHARE / 2) * 2;
+    float a = 0, b = 0;
 #pragma unroll
-      for (int other = 0; other < CLUSTER; other++) {
-        const u32 at = base + JOINED + ((other * ROWS + own) * SHARE + element) * 4;
-        a += __uint_as_float(load_word(at));
-        b += __uint_as_float(load_word(at + 4));
-      }
-      write(to, row + own, rank * SHARE + element, a, b, joint_of(base, own, rank).total);
+    for (int other = 0; other < CLUSTER; other++) {
+      const u32 at = base + JOINED + ((other * ROWS + own) * SHARE + element) * 4;
+      a += __uint_as_float(load_word(at));
+      b += __uint_as_float(load_word(at + 4));
     }
+    write(to, row + own, rank * SHARE + element, a, b, __uint_as_float(load_word(base + HIGHEST + own * 4)));
   }
-#ifdef PARTS
-  if (rank == 0 && threadIdx.x < num_rows) {
-    const Joint joint = joint_of(base, threadIdx.x, rank);
-    float* at = to.weights + ((row + threadIdx.x) * to.num_parts + to.part) * 2;
-    at[0] = joint.highest;
-    at[1] = joint.total;
-  }
-#endif
-  if (CLUSTER > 1) meet_cluster();    // the others may still read what this CTA told
+}
+
+// The rows of the weight that make values, of some heads for each CTA.
+__device__ __forceinline__ void ask_for_values(const Element* weight) {
+  constexpr int ROWS_AT_ONCE = 8;
+  const int cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z), ctas = gridDim.x * gridDim.y * gridDim.z;
+  const int row = threadIdx.x * ROWS_AT_ONCE;
+  if (row >= VALUE) return;
+  for (int head = cta; head < HEADS; head += ctas)
+    ask_early(weight + ((i64)head * (NOPE + VALUE) + NOPE + row) * LATENT, min(ROWS_AT_ONCE, VALUE - row) * LATENT * 2);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) attend_selected(
     Element* y, float* partial, float* weights, const Element* q_latent, const Element* q, const Element* keys,
     const int* selected, const Sink* sinks, const int* cu_seqlens, const int* kv_lens, const int* page_indices,
     const int* page_indptr, const int* page_start, i64 num_seqs, i64 num_parts, i64 q_stride_t, i64 q_stride_h,
-    i64 q_stride_d, i64 stride_p, i64 stride_s, i64 selected_stride_t, i64 selected_stride_m) {
+    i64 q_stride_d, i64 stride_p, i64 stride_s, i64 selected_stride_t, i64 selected_stride_m,
+    const Element* weight) {
   extern __shared__ __align__(128) unsigned char memory[];
   let_next_kernel_start();
   const u32 base = shared_address(memory), rank = blockIdx.x % CLUSTER;
@@ -462,18 +507,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const Seen seen = seen_by(token, num_seqs, {cu_seqlens, kv_lens, page_indices, page_indptr, page_start});
   const Cache cache = {keys, stride_p, stride_s};
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; stage++) barrier_init(base + ARRIVED + stage * 8, 1);
+    for (int stage = 0; stage < STAGES; stage++) barrier_init(base + ARRIVED + stage * 8, WARPS);
     barrier_init_fence();
   }
   __syncthreads();
+#ifdef ASKS_FOR_WEIGHT
+  ask_for_values(weight);
+#endif
   wait_for_kernel_in_front();
 
   const int all = seen.count > 0 ? (COUNT + TILE - 1) / TILE : 0, ctas = gridDim.x;
   const int first = all * (int)blockIdx.x / ctas, end = all * ((int)blockIdx.x + 1) / ctas;
   selected += token * selected_stride_t;
-  if (warp == 0)
-    for (int stage = 0; stage < STAGES && first + stage < end; stage++)
-      copy_tile(base, stage, rows_of(selected, selected_stride_m, first + stage, seen, cache));
+  // Entries are loaded two tiles ahead of the copies of their rows, and places of rows one: nothing waits for either.
+  const auto entry_in = [&](int tile) { return entry_of(selected, selected_stride_m, tile, end); };
+  int entries[STAGES + 1];
+#pragma unroll
+  for (int i = 0; i <= STAGES; i++) entries[i] = entry_in(first + i);
+  Key keys_of_tile[STAGES];
+#pragma unroll
+  for (int i = 0; i < STAGES; i++) keys_of_tile[i] = key_of(entries[i], seen);
+#pragma unroll
+  for (int i = 0; i < STAGES; i++)
+    if (first + i < end) copy_rows(base, i, row_of(keys_of_tile[i], cache));
+  int next_entry = entries[STAGES];    // of tile + STAGES
   load_queries(base + QUERIES,
                {q_latent + (token * HEADS + head) * LATENT, q + token * q_stride_t + head * q_stride_h + NOPE * q_stride_d,
                 q_stride_h, q_stride_d}, num_rows);
@@ -499,9 +556,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   u32 parity = 0;
 #pragma unroll 1
   for (int tile = first; tile < end; tile++) {
-    Rows following;
-    const bool is_copied = warp == 0 && tile + STAGES < end;
-    if (is_copied) following = rows_of(selected, selected_stride_m, tile + STAGES, seen, cache);
+    const Key next_key = key_of(next_entry, seen);
+    next_entry = entry_in(tile + STAGES + 1);
     barrier_wait(base + ARRIVED + stage * 8, parity);
     if (load_word(base + EXISTS + stage * 8) | load_word(base + EXISTS + stage * 8 + 4)) {
       float scores[KEY_TILES][4];
@@ -511,13 +567,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       add_latents(sums, base, stage, warp * OWN_SIZE);
     }
     __syncthreads();
-    if (is_copied) copy_tile(base, stage, following);
+    if (tile + STAGES < end) copy_rows(base, stage, row_of(next_key, cache));
     if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
     }
   }
   tell_rows(softmax, base, row, key / OWN_KEYS);
-  if (CLUSTER == 1) __syncthreads();
   join(sums, {y, partial, weights, num_parts, (i64)blockIdx.x / CLUSTER}, base, token * HEADS + head, num_rows, rank);
 }

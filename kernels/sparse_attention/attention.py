@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
-from precast.kernels.latent_attention.launches import sizes_of
-from precast.kernels.records import Condition, Launch
+from precast.kernels.latent_attention.launches import FEW_TOKENS, sizes_of
+from precast.kernels.records import Condition, Launch, Pointer
 from precast.kernels.rows import known, real
 from precast.kernels.sparse_attention.launches import attend_products, attended_bytes, attending, joined
 from precast.kernels.use import Use
@@ -19,11 +19,12 @@ TILE = 64
 WARPS = 8
 """Of a block."""
 FEW_ROWS, MANY_ROWS = 32, 64
-"""Heads of a block: while there are blocks for all multiprocessors, few of them share what is selected."""
+"""Heads of a block: few of one token's alone, for which there are no more tiles than blocks."""
 MOST_TOKENS = (1, 2, 4, 8, 16, 32)
 """Of a step, at the ends of ranges in which a token is divided among as many blocks."""
-MOST_CLUSTER, MOST_STAGES = 8, 2
-"""Blocks of a cluster, and tiles on their way in a block."""
+MOST_CLUSTER, MOST_STAGES = 2, 2
+"""Blocks of a cluster, and tiles on their way in a block. A block has a multiprocessor to itself, and larger clusters
+don't all find room at once: 32 of four blocks took twice as long on an H100 as 64 of two."""
 
 
 class Attend(NamedTuple):
@@ -66,7 +67,7 @@ def ranges() -> Iterator[tuple[int, int | None]]:
 
 def attend_of(use: Use, tokens: int | None) -> Attend:
     """For steps of up to so many tokens: as many blocks as leaves each a multiprocessor, but no more than tiles."""
-    rows = MANY_ROWS if tokens is None and known(use, "q", 2) > FEW_ROWS else FEW_ROWS
+    rows = MANY_ROWS if tokens != 1 and known(use, "q", 2) > FEW_ROWS else FEW_ROWS
     groups = -(-known(use, "q", 2) // rows)
     tiles = -(-known(use, "selected", 2) // TILE)
     blocks = min(tiles, NUM_SMS // ((tokens or NUM_SMS) * groups))
@@ -83,7 +84,7 @@ def workspace(use: Use, *, tokens: int | None) -> Expr:
 def launches(use: Use, *, tokens: int | None) -> tuple[Launch, ...]:
     """`precast.paged_sparse_latent_attention` in steps of up to so many tokens."""
     how = attend_of(use, tokens)
-    into, out_of = attend_products(use, how.parts)
+    into, out_of = attend_products(use, how.parts, few=tokens is not None and tokens <= FEW_TOKENS)
     join = (joined(use, how.parts),) if how.parts > 1 else ()
     return (into, attend_launch(use, how), *join, out_of)
 
@@ -94,13 +95,14 @@ def attend_launch(use: Use, how: Attend) -> Launch:
     return Launch(
         kernel="precast.kernels.sparse_attention/attend.cu:attend_selected",
         grid=(how.cluster * how.parts, -(-sizes.heads // how.rows), use.shape("q")[1]),
-        args=attending(use, how.parts),
+        args=(*attending(use, how.parts), Pointer("weight")),
         constants={
             "FLOAT16": sizes.dtype == "float16", "HEADS": sizes.heads, "NOPE": sizes.nope, "LATENT": sizes.latent,
             "ROPE": sizes.rope, "COUNT": known(use, "selected", 2), "PAGE_SIZE": sizes.page,
             "SCALE": real(use, "scale"), "SINKS": has_sinks,
             "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "ROWS": how.rows, "CLUSTER": how.cluster,
-            "STAGES": how.stages, "PARTS": how.parts > 1,
+            "STAGES": how.stages, "PARTS": how.parts > 1, "VALUE": sizes.value,
+            "ASKS_FOR_WEIGHT": how.cluster > 1 and sizes.value * sizes.latent % 8 == 0,
         },
         block=32 * WARPS,
         shared_bytes=shared_bytes(sizes.latent + sizes.rope, how),

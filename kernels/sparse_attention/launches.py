@@ -155,7 +155,7 @@ def _scoring(use: Use) -> dict[str, int | float | bool | str]:
 
 
 class Attended(NamedTuple):
-    """Byte offsets of queries and results in the latents' space, of partial results and their weights, and all of it."""
+    """Byte offsets of queries and results in the latents' space, and of partial results and their weights; the end."""
 
     queries: Expr
     results: Expr
@@ -224,15 +224,15 @@ def joined(use: Use, parts: Expr) -> Launch:
     )
 
 
-def attend_products(use: Use, parts: Expr) -> tuple[Launch, Launch]:
-    """Queries into the latents' space, and results out of it."""
+def attend_products(use: Use, parts: Expr, *, few: bool = False) -> tuple[Launch, Launch]:
+    """Queries into the latents' space, and results out of it. `few`: as `head_product` takes it."""
     sizes = sizes_of(use)
     queries, results, *_ = _attended(use, parts)
     by_token = tuple(Stride("q", axis) for axis in (1, 2, 3))
     by_row = (sizes.heads * sizes.latent, sizes.latent, 1)
     return (
-        head_product(use, queries, Pointer("q"), by_token, to_latent=True),
-        head_product(use, Pointer("out.0"), results, by_row, to_latent=False),
+        head_product(use, queries, Pointer("q"), by_token, to_latent=True, few=few),
+        head_product(use, Pointer("out.0"), results, by_row, to_latent=False, few=few),
     )
 
 

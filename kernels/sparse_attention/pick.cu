@@ -486,7 +486,7 @@ __device__ __forceinline__ void write_places(int* to, const Row& row, const Part
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 4) pick_keys(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) pick_keys(
     int* out, const int* scores, const int* cu_seqlens, const int* kv_lens, const int* page_indptr,
     const int* page_start, i64 num_rows, i64 num_seqs, i64 num_slots) {
   let_next_kernel_start();

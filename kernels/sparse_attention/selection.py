@@ -6,6 +6,8 @@ Of few tokens each is a row, which scores keys for itself. In other steps rows a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul
 from precast.kernels.records import Condition, Launch, Pointer, Stride
@@ -19,11 +21,22 @@ NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200: the blocks that share the keys of all rows."""
 SCORING_WARPS, RING_BYTES = 8, 128 << 10
 """Warps that score keys in a block, whose registers hold the queries; and the memory of their rings."""
-CLUSTER = 8
-"""Blocks that pick the keys of a row."""
-PICKING_WARPS, NEAR = (16, 8), (16384, 6144)
-"""Warps of such a block, and scores that it has in shared memory: of few rows, and of many, where four blocks share a
-multiprocessor. All of 131,072 keys, or of 49,152."""
+PICKING_WARPS = 16
+"""Of a block that picks the keys of a row."""
+
+
+class Pick(NamedTuple):
+    """How a row's scores are divided: blocks of a cluster, scores that each has in shared memory, and how many bytes of
+    that memory it asks for at least."""
+
+    cluster: int
+    near: int
+    memory: int = 0
+
+
+FEW_ROWS, MANY_ROWS = Pick(8, 16384, 120 << 10), Pick(4, 8192)
+"""All of 131,072 keys are near, or of 32,768. A block of few has a multiprocessor to itself: those that are free first
+would be given several, which took a fifth longer for 8 rows on an H100."""
 MOST_ELEMENTS = 8192
 """Of a row's heads together, which are in a warp's registers."""
 _KEYS = 16
@@ -94,14 +107,14 @@ def _launches(use: Use, scores: Pointer, rows: Expr, *, by_token: bool) -> tuple
         shared_bytes=SCORING_WARPS * stages * _KEYS * size * 2,
         pdl=True,
     )  # fmt: skip
-    warps, near = (each[not by_token] for each in (PICKING_WARPS, NEAR))
+    how = FEW_ROWS if by_token else MANY_ROWS
     pick = Launch(
         kernel="precast.kernels.sparse_attention/pick.cu:pick_keys",
-        grid=(CLUSTER, rows, 1),
+        grid=(how.cluster, rows, 1),
         args=(Pointer("out.0"), scores, *(each for each in lists if each.tensor != "page_indices"), *sizes),
-        constants={**shared, "CLUSTER": CLUSTER, "WARPS": warps, "NEAR": near},
-        block=32 * warps,
-        shared_bytes=shared_bytes(warps, near),
+        constants={**shared, "CLUSTER": how.cluster, "WARPS": PICKING_WARPS, "NEAR": how.near},
+        block=32 * PICKING_WARPS,
+        shared_bytes=max(how.memory, shared_bytes(PICKING_WARPS, how.near)),
         pdl=True,
     )
     return score, pick

@@ -13,6 +13,7 @@ inline u32 __float_as_uint(float number) {
 
 struct Piece { u32 words[4]; };
 inline void store_word(u32 to, u32 x) { memcpy(at(to, 4), &x, 4); }
+inline void store_byte(u32 to, u32 x) { *at(to, 1) = x; }
 inline u32 load_word(u32 from) {
   u32 x;
   memcpy(&x, at(from, 4), 4);
@@ -21,6 +22,11 @@ inline u32 load_word(u32 from) {
 inline void store_piece(u32 to, const Piece& x) {
   CHECK(to % 16 == 0);
   memcpy(at(to, 16), &x, 16);
+}
+inline void copy_piece(u32 to, const Element* from) { copy_piece(to, from, 16, true); }
+inline void wait_for_pieces() {
+  end_group_of_copies();
+  wait_for_copies<0>();
 }
 inline u32 load_far(u32 from, u32 rank) {
   CHECK(of_cluster.turn > 0 && rank < shared.size() && from + 4 <= shared[rank].size());
@@ -34,15 +40,19 @@ inline void store_far(u32 to, u32 rank, float a, float b) {
   memcpy(shared[rank].data() + to, x, 8);
 }
 inline void meet_cluster() { of_cluster.arrive_and_wait(); }
+inline void ask_early(const Element* from, u32 bytes) {
+  CHECK((u64)from % 16 == 0 && bytes % 16 == 0);
+  for (u32 i = 0; i < bytes / 2; i++) (void)*(volatile const Element*)(from + i);
+}
 inline void order_before_copies() {}
 
 // Copies in bulk, which arrive at once, or when somebody waits for them.
-struct Barrier { int pending; i64 bytes; u32 phase; };
+struct Barrier { int count, pending; i64 bytes; u32 phase; };
 static std::vector<std::map<u32, Barrier>> barriers;    // of each CTA
 static std::vector<std::vector<std::pair<Copy, u32>>> on_their_way;
 inline void barrier_init(u32 barrier, u32 count) {
-  CHECK(barrier % 8 == 0 && count == 1 && at(barrier, 8));
-  barriers[current->rank][barrier] = {1, 0, 0};
+  CHECK(barrier % 8 == 0 && at(barrier, 8));
+  barriers[current->rank][barrier] = {(int)count, (int)count, 0, 0};
 }
 inline void barrier_init_fence() {}
 static void change(u32 barrier, int arrivals, i64 bytes) {
@@ -52,7 +62,7 @@ static void change(u32 barrier, int arrivals, i64 bytes) {
   found.bytes += bytes;
   if (found.pending == 0 && found.bytes == 0) {
     found.phase ^= 1;
-    found.pending = 1;
+    found.pending = found.count;
   }
 }
 inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
@@ -90,7 +100,7 @@ static void run_thread() {
   const auto elements = [&](int i) { return (const Element*)a[i]; };
   attend_selected((Element*)a[0], (float*)a[1], (float*)a[2], elements(3), elements(4), elements(5), list(6),
                   (const Sink*)a[7], list(8), list(9), list(10), list(11), list(12), a[13], a[14], a[15], a[16], a[17],
-                  a[18], a[19], a[20], a[21]);
+                  a[18], a[19], a[20], a[21], elements(22));
 }
 
 extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
