@@ -149,6 +149,20 @@ def kernels_page() -> str:
     return _table(kernel_figures.HEADS, rows)
 
 
+def attention_page() -> str:
+    """The table of sparse attention in docs/kernels/attention.md."""
+    found = result("gpu_sparse_attention")["rows"]
+    rows = []
+    for name in (name.partition(", ")[2] for name in found if name.startswith("paged_select_keys")):
+        queries, _, tokens = name.partition(" of ")
+        seqs, _, each = queries.partition(" x ")
+        whose = f"{seqs} x {int(tokens):,}" if each == "1" else f"{int(each):,} queries at {int(tokens):,}"
+        ops = (found[f"{op}, {name}"] for op in ("paged_select_keys", "paged_sparse_latent_attention"))
+        rows.append((whose, *(f"{row[kind]:,.0f}" for row in ops for kind in ("us", "triton_us", "floor_us"))))
+    heads = ("sequences x tokens", "selection, us", "in Triton", "at least", "attention, us", "in Triton", "at least")
+    return f"One {_read('gpu_sparse_attention')['machine']['gpu']}.\n\n" + _table(heads, rows)
+
+
 def native_page() -> str:
     """The table of docs/native.md."""
     ((_, figures),) = result("native").items()
@@ -275,7 +289,8 @@ def start_page() -> str:
         few = result("gpu_start_few_bits")
         rows = (row[:4] + row[7:] for row in start_figures.rows(few))
         heads = start_figures.HEADS[:4] + start_figures.HEADS[7:]
-        text += f"\nIn few bits, without torch, beside bfloat16 in the same run:\n\n{_table(heads, rows)}"
+        gpu = _read("gpu_start_few_bits")["machine"].get("gpu", "GPU")
+        text += f"\nIn few bits, without torch, beside bfloat16 in the same run, on one {gpu}:\n\n{_table(heads, rows)}"
     return text + _start_on_host()
 
 
@@ -331,6 +346,7 @@ def image_page() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme, "docs/caches.md": caches_page, "docs/kernel_speed.md": kernels_page,
+    "docs/kernels/attention.md": attention_page,
     "docs/native.md": native_page,
     "docs/quantisation.md": quantised_page,
     "docs/registry.md": registry_page,
