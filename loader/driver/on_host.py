@@ -24,7 +24,7 @@ from precast.loader.driver.param_plan import Made, Planned, target_bytes
 from precast.loader.weights.parts import Casts
 from precast.loader.weights.read_plan import Copy, Job, Plan
 from precast.loader.weights.repacked import repacked
-from precast.loader.weights.stored_checks import BITS, Check, are_bad
+from precast.loader.weights.stored_checks import BITS, Check, Fault, are_bad
 from precast.loader.weights.views import View
 
 if TYPE_CHECKING:
@@ -113,19 +113,13 @@ def upload(address: int, data: npt.NDArray[np.uint8], stream: int | None) -> Non
 
 
 def check_bytes(checked: Mapping[int, Check], target: int, content: memoryview) -> None:
-    """Raise WeightsError (weights-mismatch) where some bytes of a target, whole elements, aren't what they must be."""
+    """Raise Fault where some bytes of a target, whole elements, aren't what they must be."""
     check = checked.get(target)
     if check is None:
         return
-    data = np.frombuffer(content, np.uint8)
-    if check.num_groups is not None:
-        values = data.view(np.int32)
-        bad = (values < 0) | (values >= check.num_groups)
-    else:
-        values = data.view(BITS[check.dtype][0])
-        bad = are_bad(values, check) | (values == 0 if check.divides else False)
-    if bad.any():
-        raise check.refusal()
+    held = "int32" if check.num_groups is not None else BITS[check.dtype][0]
+    if are_bad(np.frombuffer(content, np.uint8).view(held), check).any():
+        raise Fault(check)
 
 
 def check_copy(checked: Mapping[int, Check], copy: Copy, staged: memoryview) -> None:

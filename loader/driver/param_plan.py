@@ -13,7 +13,7 @@ import msgspec
 from precast.ir.graph.schema import Graph, Quantise
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import fit, scales
-from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.without_torch.copies import rearranged_arguments, repacked_arguments
 from precast.loader.device import aligned
@@ -49,6 +49,8 @@ class Planned(NamedTuple):
     """Scales that may be rounded while they are read."""
     scales: tuple[str, ...] = ()
     """The params by which caches are divided."""
+    stored: Mapping[str, StoredTensor] = MappingProxyType({})
+    """The tensors that recipes read, by their names there."""
     on_device: frozenset[int] = frozenset()
     """Of the targets that are made on the host, those that copies on the device could make, too."""
 
@@ -79,7 +81,7 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
     rounded = next((check for check in found.values() if is_rounded(check, lambda name: stored[name].dtype)), None)
     divided_by = tuple(scales.names(graph.params))
-    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by, frozenset(on_device))
+    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by, stored, frozenset(on_device))
 
 
 def kernel_arguments(copy: Copy) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:

@@ -29,7 +29,7 @@ from precast.loader.driver.param_plan import BUFFER_BYTES, PARAM_ALIGNMENT, Made
 from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
 from precast.loader.weights.read_plan import Job
-from precast.loader.weights.stored_checks import Check
+from precast.loader.weights.stored_checks import Check, Fault
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,7 +148,8 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice, laye
     )
     with device.use():
         if not isinstance(made, NothingMade):
-            made.move_all()
+            with _blaming(what):
+                made.move_all()
         for target, value in what.assembly.filled.items():
             number = ctypes.c_float(value)
             library.call("cuMemcpyAsync", params.at[target], ctypes.addressof(number), 4, None)
@@ -156,6 +157,17 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice, laye
         library.call("cuStreamSynchronize", None)
         scales.check({name: _number_at(params.buffers[name].pointer) for name in what.scales})
     return num_bytes
+
+
+@contextmanager
+def _blaming(what: Planned) -> Iterator[None]:
+    """Says of a fault which tensor it is in: by the thread that finds it, as no file is read after its error."""
+    try:
+        yield
+    except Fault as fault:
+        from precast.loader.weights.faults import refusal
+
+        raise refusal(fault.check, what.files, what.stored) from None
 
 
 def _number_at(address: int) -> float:
@@ -186,9 +198,10 @@ def _worker(
 
         def run(job: Job, source: Source) -> int:
             library.call("cuEventSynchronize", emptied.handle)  # type: ignore[attr-defined]
-            num_bytes = do_job(job, source, buffer.pointer, view, params.at, made, stream, what.checks, copies)
-            emptied.record(stream)
-            made.done(job, stream)
+            with _blaming(what):
+                num_bytes = do_job(job, source, buffer.pointer, view, params.at, made, stream, what.checks, copies)
+                emptied.record(stream)
+                made.done(job, stream)
             return num_bytes
 
         try:

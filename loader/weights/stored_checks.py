@@ -8,64 +8,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from precast.ir.errors import WeightsError, some
-from precast.ir.graph.schema import Cast, Dtype, Graph, Recipe
+from precast.ir.graph.schema import Cast, Dequantise, Dtype, Graph, Quantise, Recipe
 from precast.ir.graph.stored_parts import groups_dim, stored_parts
 from precast.ir.weights import recipes
+from precast.ir.weights.checkpoint import StoredDtype
 
-BITS: Mapping[Dtype, tuple[str, int]] = MappingProxyType({
-    "float32": ("int32", 0x7F800000), "float16": ("int16", 0x7C00), "bfloat16": ("int16", 0x7F80),
-    "float8_e4m3fn": ("uint8", 0x7F), "uint8": ("uint8", 0xFF),
+BITS: Mapping[StoredDtype, tuple[str, int]] = MappingProxyType({
+    "float64": ("int64", 0x7FF0000000000000), "float32": ("int32", 0x7F800000), "float16": ("int16", 0x7C00),
+    "bfloat16": ("int16", 0x7F80), "float8_e4m3fn": ("uint8", 0x7F), "uint8": ("uint8", 0xFF),
+    "F8_E8M0": ("uint8", 0xFF),
 })  # fmt: skip
 """By the type of scales: integers of that size, and the bits that are all set in what is no finite number. uint8 are
 exponents, of which 255 stands for none."""
-
-UNSIGNED: Dtype = "float8_e4m3fn"
-"""NVFP4's scales, which have no sign: kernels don't look for one."""
 
 _MOST_NAMED = 3
 
 
 Bits = Any
 """An array of torch or of numpy."""
+Least = Literal["any", "zero", "above zero"]
 
 
 class Check(NamedTuple):
-    """What a param must be. `num_groups`: integers from 0 on, below it; None: finite numbers, and, if `divides`, no 0.
+    """What the numbers must be that `recipe` makes: integers from 0 on, below `num_groups`, or finite, and at `least`
+    so much. `what`: how messages call one.
 
-    `tensors` are those of the checkpoint that it is made from.
+    A zero with a sign counts as negative: kernels don't look for a sign.
     """
 
     param: str
-    tensors: tuple[str, ...]
+    recipe: Recipe
     dtype: Dtype
+    what: str = "scale"
+    least: Least = "any"
     num_groups: int | None = None
-    divides: bool = False
 
-    def refusal(self) -> WeightsError:
-        """The error for a param that is something else."""
-        others = "0 or " if self.divides else "negative or " if self.dtype == UNSIGNED else ""
-        what = f"a scale that is {others}no finite number"
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Those of the checkpoint that it is made from, as recipes call them."""
+        return tuple(dict.fromkeys(read.tensor for read in recipes.each_leaf(self.recipe)))
+
+    @property
+    def expected(self) -> str:
+        """What is expected of each number."""
         if self.num_groups is not None:
-            what = f"a group that has no scales: expected 0 to {self.num_groups - 1}"
-        message = f"{', '.join(some(list(self.tensors), _MOST_NAMED))}: {what}"
-        fix = "the checkpoint is damaged: download or copy it again"
-        return WeightsError("weights-mismatch", message, where=self.param, fix=fix)
+            return f"0 to {self.num_groups - 1}"
+        return {"any": "a finite number", "zero": "a finite number of at least 0"}.get(
+            self.least, "a finite number above 0"
+        )
 
-    def rounding(self) -> WeightsError:
-        """The error for scales that the param's type doesn't hold."""
-        message = f"{', '.join(some(list(self.tensors), _MOST_NAMED))}: a scale that {self.dtype} doesn't hold exactly"
-        fix = "build the bundle with --dequantise, which reads scales of any type"
-        return WeightsError("weights-mismatch", message, where=self.param, fix=fix)
+    def listed(self) -> str:
+        """Some of the tensors."""
+        return ", ".join(some(list(self.tensors), _MOST_NAMED))
+
+
+class Fault(Exception):
+    """Something isn't what a check asks; whoever has the checkpoint says which tensor of it is to blame."""
+
+    def __init__(self, check: Check) -> None:
+        super().__init__(check.param)
+        self.check = check
+
+
+def rounding(check: Check, tensor: str, where: str) -> WeightsError:
+    """The error for a tensor of scales that the param's type doesn't hold."""
+    message = f"{tensor}: a scale that {check.dtype} doesn't hold exactly"
+    fix = "build the bundle with --dequantise, which reads scales of any type"
+    return WeightsError("weights-mismatch", message, where=where, fix=fix)
 
 
 def are_bad(bits: Bits, check: Check) -> Bits:
-    """Which scales aren't what they must be, but for a 0; `bits` are integers as `BITS` has them, of any array."""
+    """Which numbers aren't what they must be; `bits` are integers, as `BITS` has them, of any array."""
+    if check.num_groups is not None:
+        return (bits < 0) | (bits >= check.num_groups)
     mask = BITS[check.dtype][1]
     found = bits & mask == mask
-    return found | (bits > mask) if check.dtype == UNSIGNED else found
+    if check.least == "any":
+        return found
+    found = found | (bits > mask) | (bits < 0)
+    return found if check.least == "zero" else found | (bits == 0)
 
 
 def is_rounded(check: Check, stored_dtype: Callable[[str], str]) -> bool:
@@ -83,11 +107,48 @@ def checks(graph: Graph) -> Iterator[Check]:
     """What is to be looked at in the params of a graph that is bound to its rank."""
     params = {param.name: param for param in graph.params}
     for name, (format, part, scales) in stored_parts(graph).items():
-        param = params[name]
-        tensors = tuple(dict.fromkeys(read.tensor for read in recipes.each_leaf(param.recipe)))
-        if part == "groups":
-            count = params[scales].type.shape[groups_dim(format)]
-            yield Check(name, tensors, param.type.dtype, count if isinstance(count, int) else None)
-        elif part in ("scales", "global_scale", "input_scale"):
-            divides = part == "global_scale" and format == "nvfp4_divided"
-            yield Check(name, tensors, param.type.dtype, None, divides)
+        kind = params[scales].type.shape
+        groups = kind[groups_dim(format)] if part == "groups" else None
+        found = _check(name, params[name].recipe, params[name].type.dtype, format, part, groups)
+        if found is not None:
+            yield found
+
+
+def checks_of_inputs(recipe: Dequantise | Quantise) -> dict[str, Check]:
+    """What is to be looked at in the parts that numbers are computed from, by the parts' names."""
+    if isinstance(recipe, Quantise):
+        return {}  # a scale that it makes says it
+    dim = 0 if recipe.format == "gptq" else 1
+    groups = recipes.shape(recipe.scales)[dim] if recipe.groups is not None else None
+    found: dict[str, Check] = {}
+    for name, part in recipes.named_parts(recipe).items():
+        stored = recipes.dtype(part)
+        dtype: Dtype = "float32" if stored is None or stored == "float8_e8m0fnu" else stored
+        check = _check("", part, dtype, recipe.format, name, groups)
+        found |= {} if check is None else {name: check}
+    return found
+
+
+def _check(param: str, recipe: Recipe, dtype: Dtype, format: str, part: str, groups: Any) -> Check | None:
+    """That of a part of a weight of this format; None: it may be anything."""
+    if part == "groups":
+        return Check(param, recipe, "int32", "group", num_groups=groups)
+    if part == "biases":
+        return Check(param, recipe, dtype, "bias")
+    if part not in ("scales", "global_scale", "input_scale"):
+        return None
+    if part == "input_scale" or (part == "global_scale" and format == "nvfp4_divided"):
+        return Check(param, recipe, dtype, least="above zero")
+    if _is_at_load(recipe):
+        return Check(param, recipe, dtype, "weight")
+    # Some quantisers of integers make negative scales, and exponents have no sign.
+    return Check(param, recipe, dtype, least="zero" if format in _FLOATS else "any")
+
+
+_FLOATS = frozenset(("fp8", "nvfp4", "nvfp4_divided"))
+"""Formats whose values have a sign of their own: scales have none."""
+
+
+def _is_at_load(recipe: Recipe) -> bool:
+    """Whether it is made of numbers that are quantised while they are read."""
+    return isinstance(recipe, Quantise) or any(map(_is_at_load, recipes.parts(recipe)))

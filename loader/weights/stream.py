@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from precast.ir.errors import TargetError, WeightsError
-from precast.ir.graph.schema import Dequantise, Graph, Param, Quantise, Recipe, TensorType, Tie
+from precast.ir.errors import TargetError
+from precast.ir.graph.schema import Cast, Dequantise, Graph, Param, Quantise, Read, Recipe, TensorType, Tie
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights import fit, recipes, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
@@ -23,9 +23,20 @@ from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.dequantise.quantise import quantised
 from precast.loader.device import Device, aligned
 from precast.loader.torch_device import tensor_of
+from precast.loader.weights.faults import refusal
 from precast.loader.weights.parts import Assembly, Computed, Target, param_parts
 from precast.loader.weights.read_plan import DEFAULT_SIZES, REMOTE_SIZES, Granularity, grouped, plan_reads
-from precast.loader.weights.stored_checks import BITS, Check, are_bad, checks, is_rounded, widened
+from precast.loader.weights.stored_checks import (
+    BITS,
+    Check,
+    Fault,
+    are_bad,
+    checks,
+    checks_of_inputs,
+    is_rounded,
+    rounding,
+    widened,
+)
 from precast.loader.weights.workers import PinnedBuffers, copy_converted, move_all, read_all, strided
 
 PARAM_ALIGNMENT = 256
@@ -77,18 +88,27 @@ def load_weights(
         plan = plan_reads(assembly, stored.__getitem__, sizes)
         memory = _allocate(plan.targets, device)
         counts = [(read_all(plan, memory, pinned, files), plan.bytes_needed)]
-        counts += [_round(part, memory, stored, pinned, files, sizes) for part in _in_rounds(assembly.computed, stored)]
-        move_all(plan, memory)
+        try:
+            rounds = _in_rounds(assembly.computed, stored)
+            counts += [_round(part, memory, stored, pinned, files, sizes) for part in rounds]
+            move_all(plan, memory)
+            made = _by_name(graph, plan.targets, memory)
+            _check_stored(graph, made)
+        except Fault as fault:
+            raise refusal(fault.check, files, stored) from None
     for target, value in assembly.filled.items():
         memory[target].view(torch.float32).fill_(value)
     bytes_read, bytes_needed = (sum(column) for column in zip(*counts, strict=True))
-    tensors = dict(zip((target.name for target in plan.targets), _typed(plan.targets, memory), strict=True))
-    recipe_of = {param.name: param.recipe for param in graph.params}
-    made = {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
     _check_scales(graph, made)
-    _check_stored(graph, made)
     _check_exact(graph, made, files, stored, device)
     return Weights(made, bytes_read, bytes_needed)
+
+
+def _by_name(graph: Graph, targets: Sequence[Target], memory: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The params by their names; what is tied has the memory of the other one."""
+    tensors = dict(zip((target.name for target in targets), _typed(targets, memory), strict=True))
+    recipe_of = {param.name: param.recipe for param in graph.params}
+    return {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
 
 
 def _check_scales(graph: Graph, made: Mapping[str, torch.Tensor]) -> None:
@@ -99,11 +119,14 @@ def _check_scales(graph: Graph, made: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_stored(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsError (weights-mismatch) for scales and groups that can't be meant, waiting for the device once."""
-    found = list(checks(graph))
-    faults = [_has_fault(tensors[check.param], check) for check in found]
+    """Raise Fault for scales and groups that can't be meant, waiting for the device once."""
+    _check([(tensors[check.param], check) for check in checks(graph)])
+
+
+def _check(found: Sequence[tuple[torch.Tensor, Check]]) -> None:
+    faults = [_has_fault(values, check) for values, check in found]
     if faults and bool(torch.stack(faults).any()):
-        raise next(check.refusal() for check, fault in zip(found, faults, strict=True) if fault)
+        raise next(Fault(check) for (_, check), fault in zip(found, faults, strict=True) if fault)
 
 
 def _check_exact(
@@ -111,28 +134,39 @@ def _check_exact(
     device: Device,
 ) -> None:  # fmt: skip
     """Raise WeightsError (weights-mismatch) for scales that were rounded: those of another type are read once more."""
-    rounded = {check.param: check for check in checks(graph) if is_rounded(check, lambda name: stored[name].dtype)}
-    wanted = [param for param in graph.params if param.name in rounded]
+    wanted = [check for check in checks(graph) if is_rounded(check, lambda name: stored[name].dtype)]
     if not wanted:
         return
-    wide = [Param(each.name, TensorType("float32", each.type.shape), widened(each.recipe)) for each in wanted]
-    assembly = param_parts(wide, lambda name: stored[name].dtype)
+    wide = _in_float32({check.param: widened(check.recipe) for check in wanted}, files, stored, device)
+    for check in wanted:
+        if not torch.equal(made[check.param].float(), wide[check.param]):
+            reads = {name: Cast(Read(name, stored[name].shape), "float32") for name in check.tensors}
+            each = _in_float32(reads, files, stored, device)
+            narrow = dtypes.BY_NAME[check.dtype]
+            name = next(name for name, values in each.items() if not torch.equal(values.to(narrow).float(), values))
+            raise rounding(check, name, f"{files.folder.name}/{stored[name].file}")
+
+
+def _in_float32(
+    made: Mapping[str, Recipe], files: CheckpointFiles, stored: Mapping[str, StoredTensor], device: Device
+) -> dict[str, torch.Tensor]:
+    """What recipes make, in float32."""
+    params = [Param(name, TensorType("float32", recipes.shape(recipe)), recipe) for name, recipe in made.items()]
+    assembly = param_parts(params, lambda name: stored[name].dtype)
     plan = plan_reads(assembly, stored.__getitem__)
     memory = _allocate(plan.targets, device)
     with PinnedBuffers(device) as pinned:
         read_all(plan, memory, pinned, files)
     move_all(plan, memory)
-    for target, values in zip(plan.targets, _typed(plan.targets, memory), strict=True):
-        if target.name is not None and not torch.equal(made[target.name].float(), values):
-            raise rounded[target.name].rounding()
+    typed = zip(plan.targets, _typed(plan.targets, memory), strict=True)
+    return {target.name: values for target, values in typed if target.name is not None}
 
 
 def _has_fault(values: torch.Tensor, check: Check) -> torch.Tensor:
     """Whether anything in there isn't what is asked, on the values' device."""
-    if check.num_groups is not None:
-        return ((values < 0) | (values >= check.num_groups)).any()
-    is_bad: torch.Tensor = are_bad(values.view(getattr(torch, BITS[check.dtype][0])), check)
-    return (is_bad | (values == 0)).any() if check.divides else is_bad.any()
+    bits = values if check.num_groups is not None else values.view(getattr(torch, BITS[check.dtype][0]))
+    found: torch.Tensor = are_bad(bits, check).any()
+    return found
 
 
 def params_bytes(graph: Graph) -> int:
@@ -148,7 +182,10 @@ def _round(
     files: CheckpointFiles,
     sizes: Granularity,
 ) -> tuple[int, int]:
-    """Read what these computations need, make them, and forget it; the bytes read, and those needed."""
+    """Read what these computations need, make them, and forget it; the bytes read, and those needed.
+
+    Raises Fault for scales and groups that can't be meant.
+    """
     assembly = Assembly(lambda name: stored[name].dtype)
     inputs = [assembly.add_inputs(each) for each in computed]
     assert not assembly.computed, "verified: what is computed is made of what is stored"
@@ -157,6 +194,11 @@ def _round(
     num_bytes = read_all(plan, read, buffers, files)
     move_all(plan, read)
     tensors = _typed(plan.targets, read)
+    _check([
+        (tensors[places[name]], check)
+        for each, places in zip(computed, inputs, strict=True)
+        for name, check in checks_of_inputs(each.recipe).items()
+    ])  # fmt: skip
     for each, places in zip(computed, inputs, strict=True):
         made = _made(each.recipe, {name: tensors[place] for name, place in places.items()})
         source = strided(made.contiguous().flatten(), each.source)
@@ -172,15 +214,8 @@ def _made(recipe: Dequantise | Quantise, parts: Mapping[str, torch.Tensor]) -> t
 
 
 def _values(recipe: Dequantise, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What the recipe makes of its parts, float32. Raises WeightsError (weights-mismatch) for groups without scales."""
+    """What the recipe makes of its parts, float32."""
     others = {name: part for name, part in parts.items() if name not in ("of", "biases")}
-    groups = others.get("groups")
-    if groups is not None and groups.numel():
-        count = parts["scales"].shape[0 if recipe.format == "gptq" else 1]
-        least, most = int(groups.min()), int(groups.max())
-        if least < 0 or most >= count:
-            message = f"g_idx has {least} to {most}, expected 0 to {count - 1}"
-            raise WeightsError("weights-mismatch", message, fix="the checkpoint is damaged: download or copy it again")
     format, block, offset = recipe.format, recipe.block, recipe.zero_offset
     stored = Quantised(parts["of"], **others, format=format, block=block, zero_offset=offset)
     return dequantise(stored, parts.get("biases"))

@@ -359,15 +359,15 @@ def test_norms_and_gates_round_for_hoppers_kernels(case: str, made: Callable[[st
     assert with_rounded_inputs(graph, Target("cpu")) is graph
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_scale_of_inputs_that_is_no_number(value: float, made: Callable[[str], Made], tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -0.25])
+def test_a_scale_of_inputs_that_is_no_number_above_0(value: float, made: Callable[[str], Made], tmp_path: Path) -> None:
     (_, stored), bundle = made("ModelOpt")
     tensors = load_file(stored / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.input_scale"
     tensors[name] = torch.tensor(value)
     save_file(tensors, tmp_path / "model.safetensors")
 
-    with pytest.raises(WeightsError, match=f"{name}: a scale that is no finite number") as error:
+    with pytest.raises(WeightsError, match=f"{name}: the scale is {value}, expected a finite number above 0") as error:
         logits(bundle, tmp_path)
 
     assert error.value.code == "weights-mismatch"

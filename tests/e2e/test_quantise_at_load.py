@@ -18,7 +18,7 @@ import precast
 from precast.builder.source.shrink import random_model
 from precast.check.shards import prove, unsharded
 from precast.ir.artifact import Bundle
-from precast.ir.errors import BuildError
+from precast.ir.errors import BuildError, WeightsError
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import Quantise, Recipe
 from precast.ir.weights import recipes
@@ -142,3 +142,18 @@ def test_snapshots_tell_them_apart(tmp_path: Path) -> None:
 
     assert [each.provenance["from_snapshot"] for each in (plain, small, again)] == [False, False, True]
     assert small.digest == again.digest != plain.digest
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+    """Of q, k and v, which are one product: not a scale, which no file has."""
+    model = random_model(families.make_config("llama"))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    model.get_parameter(name).data[3, 7] = torch.nan
+    model.save_pretrained(tmp_path / "ckpt")
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", quantise="fp8")
+
+    with pytest.raises(WeightsError) as error:
+        precast.load(bundle.path, weights=tmp_path / "ckpt", device="cpu")
+
+    assert error.value.message == f"{name}: the weight at [3, 7] is nan, expected a finite number"
+    assert error.value.where == str(tmp_path / "ckpt" / "model.safetensors")

@@ -371,32 +371,40 @@ def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
 
 
+FINITE, POSITIVE = "expected a finite number", "expected a finite number above 0"
+UNSIGNED = "expected a finite number of at least 0"
+
+
+@pytest.mark.parametrize("dequantise", [False, True], ids=["kept", "dequantised"])
 @pytest.mark.parametrize(
     ("case", "part", "value", "message"),
     [
-        ("FP8 in blocks", "self_attn.q_proj.weight_scale_inv", torch.nan, "a scale that is no finite number"),
-        (
-            "FP8 in blocks, scales in E8M0",
-            "mlp.up_proj.weight_scale_inv",
-            torch.nan,
-            "a scale that is no finite number",
-        ),
-        ("compressed MXFP8", "mlp.up_proj.weight_scale", 255, "a scale that is no finite number"),
-        ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, "a scale that is no finite number"),
-        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, "a scale that is negative or no finite number"),
-        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", -1.0, "a scale that is negative or no finite number"),
-        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, "a scale that is no finite number"),
-        ("compressed NVFP4", "mlp.up_proj.weight_global_scale", 0.0, "a scale that is 0 or no finite number"),
-        ("compressed MXFP4", "mlp.down_proj.weight_scale", 255, "a scale that is no finite number"),
-        ("INT4", "mlp.down_proj.weight_scale", torch.nan, "a scale that is no finite number"),
-        ("GPTQ with act order", "self_attn.o_proj.g_idx", 4, "a group that has no scales: expected 0 to 3"),
-        ("INT4 with act order", "self_attn.o_proj.weight_g_idx", -1, "a group that has no scales: expected 0 to 3"),
+        ("FP8 in blocks", "self_attn.q_proj.weight_scale_inv", torch.nan, f"scale at [1, 1] is nan, {UNSIGNED}"),
+        ("FP8 in blocks", "mlp.up_proj.weight_scale_inv", -0.5, f"scale at [3, 1] is -0.5, {UNSIGNED}"),
+        ("FP8, a scale a tensor", "mlp.up_proj.weight_scale_inv", -0.5, f"scale is -0.5, {UNSIGNED}"),
+        ("FP8 in blocks, scales in E8M0", "mlp.up_proj.weight_scale_inv", torch.nan, "scale at [3, 1] is 0xff"),
+        ("compressed MXFP8", "mlp.up_proj.weight_scale", 255, "scale at [127, 1] is 0xff"),
+        ("FBGEMM FP8", "mlp.down_proj.weight_scale", torch.inf, f"scale at [63, 0] is inf, {UNSIGNED}"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", torch.nan, f"scale at [127, 3] is 0x7f, {UNSIGNED}"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale", -1.0, f"scale at [127, 3] is 0xb8, {UNSIGNED}"),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", torch.nan, f"scale is nan, {UNSIGNED}"),
+        ("compressed NVFP4", "mlp.up_proj.weight_global_scale", 0.0, f"scale at [0] is 0.0, {POSITIVE}"),
+        ("compressed NVFP4", "mlp.up_proj.weight_global_scale", -2.0, f"scale at [0] is -2.0, {POSITIVE}"),
+        ("compressed NVFP4 experts", "mlp.experts.3.up_proj.weight_global_scale", 0.0, "scale at [0] is 0.0"),
+        ("compressed MXFP4", "mlp.down_proj.weight_scale", 255, f"scale at [63, 3] is 0xff, {FINITE}"),
+        ("INT4", "mlp.down_proj.weight_scale", torch.nan, f"scale at [63, 7] is nan, {FINITE}"),
+        ("AWQ experts", "mlp.experts.2.gate_proj.scales", torch.inf, f"scale at [3, 63] is inf, {FINITE}"),
+        ("GPTQ with act order", "self_attn.o_proj.g_idx", 4, "group at [63] is 4, expected 0 to 3"),
+        ("INT4 with act order", "self_attn.o_proj.weight_g_idx", -1, "group at [63] is -1, expected 0 to 3"),
     ],
 )
 def test_scales_that_cannot_be_meant_are_refused(
-    case: str, part: str, value: float, message: str, made: Callable[[str], Made], tmp_path: Path
+    case: str, part: str, value: float, message: str, dequantise: bool, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
+    """The message names the one tensor of those that are joined or stacked, and its file."""
     (_, stored), bundle = made(case)
+    if dequantise:
+        bundle = precast.build(stored, tmp_path / "b", dtype="float32", dequantise=True)
     tensors = load_file(stored / "model.safetensors")
     name = f"model.layers.1.{part}"
     damaged = tensors[name].float()
@@ -404,11 +412,35 @@ def test_scales_that_cannot_be_meant_are_refused(
     tensors[name] = damaged.to(tensors[name].dtype)
     save_file(tensors, tmp_path / "model.safetensors")
 
-    with pytest.raises(WeightsError, match=re.escape(message)) as error:
+    with pytest.raises(WeightsError) as error:
         precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20)
 
     assert error.value.code == "weights-mismatch"
-    assert name in str(error.value)
+    assert error.value.where == str(tmp_path / "model.safetensors")
+    assert error.value.message.startswith(f"{name}: the {message}")
+
+
+@pytest.mark.parametrize("dequantise", [False, True], ids=["kept", "dequantised"])
+@pytest.mark.parametrize(
+    ("case", "part", "value"),
+    [
+        ("FP8 in blocks", "mlp.up_proj.weight_scale_inv", 0.0),
+        ("ModelOpt NVFP4", "mlp.up_proj.weight_scale_2", 0.0),
+        ("INT4", "mlp.down_proj.weight_scale", -0.25),
+        ("GPTQ", "mlp.down_proj.scales", -0.25),
+    ],
+)
+def test_scales_of_blocks_of_zeros_and_signed_ones_of_integers_are_taken(
+    case: str, part: str, value: float, dequantise: bool, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    (_, stored), bundle = made(case)
+    if dequantise:
+        bundle = precast.build(stored, tmp_path / "b", dtype="float32", dequantise=True)
+    tensors = load_file(stored / "model.safetensors")
+    tensors[f"model.layers.1.{part}"].view(-1)[-1] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    assert logits(bundle, tmp_path).isfinite().all()
 
 
 def test_a_checkpoint_that_is_not_quantised_is_refused(made: Callable[[str], Made]) -> None:
