@@ -110,7 +110,7 @@ def _experts(system: System, function: Function, node: Node, seed: int) -> Layer
     experts, inner = _size(function, down, 0), _size(function, down, 2)
     by_expert = ((function.name, down), 0), whole(experts, Units(experts, "ep", experts, seed))
     inside = (function.name, down), 2
-    count = inner // _unit(system, inside, inner)
+    count = inner // _unit(system, inside, whole(inner, Units(inner, "within", inner, seed)))
     within = inside, whole(inner, Units(count, "within", count, seed))
     return Layer("experts", function.name, node.outputs[0].name, ((by_expert, within),))
 
@@ -163,8 +163,12 @@ def _head(system: System, function: Function, node: Node, seed: int) -> Layer | 
     tokens = shape[-1]
     if not isinstance(tokens, int):
         return None
-    piece = Piece(0, Units(tokens, "vocab", tokens, _embedded(system, tokens, seed)), 1)
     spot = (("", logits), len(shape) - 1)
+    unit = system.granule(spot, Piece(0, Units(tokens, "vocab", tokens, seed), 1)).least
+    if unit == 1 or tokens % unit:
+        piece = Piece(0, Units(tokens, "vocab", tokens, _embedded(system, tokens, seed)), 1)
+    else:
+        piece = whole(tokens, Units(tokens // unit, "vocab", tokens // unit, seed))
     return Layer("head", "", logits, (((spot, piece),),), through_norms=(False,))
 
 
@@ -191,7 +195,7 @@ def _feed_forward(system: System, function: Function, node: Node, seed: int) -> 
     if x not in made:
         return None
     spot = ((function.name, weight), dim)
-    count = size // _unit(system, spot, size)
+    count = size // _unit(system, spot, whole(size, Units(size, "tp", size, seed)))
     attempt = ((spot, whole(size, Units(count, "tp", count, seed))),)
     return Layer("feed-forward", function.name, node.outputs[0].name, (attempt, attempt), through_norms=(False, True))
 
@@ -213,10 +217,11 @@ def only_for_selection(function: Function) -> frozenset[str]:
     return frozenset(found)
 
 
-def _unit(system: System, spot: Spot, size: int) -> int:
-    """Neighbours of a dimension that stay together because a checkpoint stores them in one block; of a part of one,
-    where two ranks couldn't share whole blocks. 1 where they can't share parts either."""
-    unit, least = system.granule(spot)
+def _unit(system: System, spot: Spot, single: Piece) -> int:
+    """Neighbours of a dimension, split by `single` elements, that stay together because a checkpoint stores them in one
+    block; of a part of one, where two ranks couldn't share whole blocks. 1 where they can't share parts either."""
+    size = single.units.count
+    unit, least = system.granule(spot, single)
     while size % (2 * unit) and unit % 2 == 0:
         unit //= 2
     return unit if size % (2 * unit) == 0 and unit % least == 0 else 1

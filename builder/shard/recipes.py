@@ -110,7 +110,7 @@ def _part(recipe: Recipe, dim: int, piece: Piece, size: Expr, ranks: Sequence[in
     units = piece.units
     if units.by == "vocab" and (rest := _padding(units.count, ranks)):
         # The last ranks' rows beyond the vocabulary: no token has them, and they are cut off again where it matters.
-        recipe = Concat((recipe, Slice(recipe, dim, 0, rest)), dim)
+        recipe = Concat((recipe, Slice(recipe, dim, 0, symbols.mul(rest, piece.inner))), dim)
     start = symbols.add(piece.start, symbols.mul(units.start, piece.inner))
     return Slice(recipe, dim, start, local_size(piece.size, (piece._replace(start=0),)))
 

@@ -105,12 +105,25 @@ class System:
         """The values of other functions, or of other names, that are the same tensor or of the same spec."""
         return self._joined.get(name, [])
 
-    def granule(self, spot: Spot) -> Granule:
-        """How many elements of a param's dimension are stored together, of whatever is bound there."""
-        name, dim = spot
-        names = [each for scope, each in (name, *self.joined(name)) if scope == "" and each in self._params]
-        params = [self._params[each] for each in names]
-        found = [granule(param.recipe, param.type.dtype, dim) for param in params]
+    def granule(self, spot: Spot, piece: Piece) -> Granule:
+        """How many units of `piece` are stored together, in the params that are split along with this one."""
+        if not self._params:
+            return Granule(1, 1)
+        before = dict(self.pieces)
+        try:
+            touched = self.follow([(spot, piece)], through_norms=True)
+            found = [
+                _units_of(granule(param.recipe, param.type.dtype, dim), each.inner)
+                for scope, name in touched
+                if scope == "" and (param := self._params.get(name)) is not None
+                for dim, pieces in self.dims((scope, name)).items()
+                for each in pieces
+                if each.units.seed == piece.units.seed
+            ]
+        except Misfit:
+            found = []
+        finally:
+            self.pieces = before
         return Granule(math.lcm(*(each.block for each in found)), math.lcm(*(each.least for each in found)))
 
     def follow(self, spots: Iterable[tuple[Spot, Piece]], *, through_norms: bool) -> list[Name]:
@@ -200,6 +213,12 @@ class System:
             others = self._joined.setdefault(first, [])
             if second not in others:
                 others.append(second)
+
+
+def _units_of(found: Granule, inner: Expr) -> Granule:
+    """The same in units of so many elements."""
+    size = inner if isinstance(inner, int) else 1
+    return Granule(*(each // math.gcd(each, size) for each in found))
 
 
 def _same(relation: Same, types: dict[str, TensorType], here: Place, piece: Piece) -> Iterator[tuple[Place, Piece]]:

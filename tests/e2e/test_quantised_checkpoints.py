@@ -58,6 +58,7 @@ MODELOPT = {
 UE8M0 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "fmt": "e4m3"}
 MXFP8 = {"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
+NOT_DOWN = r".*\.layers\..*(?<!down)_proj\.weight"
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 CASES = {
@@ -192,6 +193,28 @@ CASES = {
         "qwen3_moe", GPTQ | {"bits": 8, "desc_act": False}, in_groups(quantised.gptq, order=False, bits=8),
         dtype="float16",
     ),
+    "FP8 in blocks beside a last product in 16 bits": Case(
+        "llama",
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head", "down_proj"]},
+        float8("_scale_inv", (32, 32), blocks), which=NOT_DOWN,
+    ),
+    "AWQ beside a last product in 16 bits": Case(
+        "llama",
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["down_proj"]},
+        in_groups(quantised.awq), which=NOT_DOWN,
+    ),
+    "GPTQ with act order beside a last product in 16 bits": Case(
+        "llama", GPTQ | {"desc_act": True, "dynamic": {r"-:.*\.down_proj": {}}},
+        in_groups(quantised.gptq, order=True), dtype="float16", which=NOT_DOWN,
+    ),
+    "GPTQ with its head": Case(
+        "llama", GPTQ | {"desc_act": False, "lm_head": True}, in_groups(quantised.gptq, order=False),
+        changes=SIZES | {"vocab_size": 136}, dtype="float16", which=r"(.*\.layers\..*_proj|lm_head)\.weight",
+    ),
+    "GPTQ with act order with its head": Case(
+        "llama", GPTQ | {"desc_act": True, "lm_head": True}, in_groups(quantised.gptq, order=True),
+        changes=SIZES | {"vocab_size": 136}, dtype="float16", which=r"(.*\.layers\..*_proj|lm_head)\.weight",
+    ),
     "GPTQ experts": Case(
         "qwen3_moe", GPTQ | {"desc_act": False}, in_groups(quantised.gptq, order=False), dtype="float16"
     ),
@@ -255,7 +278,7 @@ def test_logits_are_those_of_the_dequantised_model(case: str, made: Callable[[st
     assert relative_error(found, hf_logits(model, [PROMPT])[0]) < 1e-5
     assert "dequantised" not in bundle.provenance, "all of it is kept"
     dense = precast.build(stored, tmp_path / "dense", dtype="float32", dequantise=True, disabled_passes=apart(bundle))
-    if case == "GPTQ with act order":  # of a matrix that lies transposed a library may add up in another order
+    if "GPTQ with act order" in case:  # of a matrix that lies transposed a library may add up in another order
         assert relative_error(found, logits(dense, stored)) < 1e-6
     else:
         assert torch.equal(found, logits(dense, stored))
@@ -352,6 +375,15 @@ def test_channels_are_split_where_blocks_end(made: Callable[[str], Made]) -> Non
         "FP8 in blocks": [(16, 32), (32, 16), (32, 32), (32, 32)],
         "FP8 in blocks that no matrix ends with": [(4, 32), (32, 4), (8, 32), (32, 8)],
     }
+
+
+def test_channels_are_split_where_blocks_of_the_first_product_end(made: Callable[[str], Made]) -> None:
+    """The last product, in 16 bits, could be split anywhere."""
+    nodes = made("FP8 in blocks beside a last product in 16 bits").bundle.graph.blocks[0].nodes
+
+    (_, _, gate_up) = (node for node in nodes if node.op == "precast.quantised_linear")
+
+    assert [item.value for item in gate_up.args["block"].items] == [32, 32]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("case", ["FP8, a scale a tensor", "MXFP4 experts", "AWQ"])
@@ -500,7 +532,9 @@ REAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 
 """Llama-3-8B's."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].family == "llama" and "MXFP8" not in case])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if CASES[case].family == "llama" and not re.search("MXFP8|head", case)]
+)
 def test_a_load_takes_the_memory_that_the_checkpoint_has(case: str, tmp_path: Path) -> None:
     """Within 2 %: a scale of a matrix becomes one a row, and the few that have no group are held in 32 bits. Those of
     MXFP8 are many: a byte for 32 becomes four."""

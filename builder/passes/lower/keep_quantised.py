@@ -267,11 +267,14 @@ class _Weights:
         return *bounds, Node(op, left_out | args, node.outputs)
 
     def _row(self, row: ShardRow) -> ShardRow:
-        """With the parts of its weights: all of them, or, of weights that are split, those that are split, too."""
+        """With the parts of its weights: all of them, or, of weights that are split, those that are split, too; of a
+        vocabulary those that count its tokens, not words of several."""
         params: list[str] = []
         for name in row.params:
-            types = self._types(row.block, name)
+            found, types = self._at(row.block, name), self._types(row.block, name)
             split = [each for each, kind in types.items() if row.mode == "replicated" or _is_split(kind)]
+            if row.mode == "vocab" and found is not None:
+                split = [each for each in split if found[0].shape[0] in types[each].shape]
             params += split or [name]
         return msgspec.structs.replace(row, params=tuple(params))
 

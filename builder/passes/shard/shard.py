@@ -272,9 +272,10 @@ def _rows(system: System, outcomes: list[Outcome], functions: Mapping[str, Rewri
 def _split_rows(system: System, outcome: Outcome, functions: Mapping[str, Rewritten]) -> Iterator[ShardRow]:
     kind = outcome.layer.kind
     if kind == "head":
-        units = next(iter(system.dims(("", outcome.layer.value)).values()))[0].units
+        (tokens,) = (pieces[0].size for pieces in system.dims(("", outcome.layer.value)).values())
+        assert isinstance(tokens, int), "of a known vocabulary"
         weights = tuple(name for scope, name in sorted(outcome.touched) if scope == "" and _is_param(system, name))
-        yield ShardRow(kind, "", "vocab", weights, (outcome.layer.value,), units.count, "all_gather", GROUP)
+        yield ShardRow(kind, "", "vocab", weights, (outcome.layer.value,), tokens, "all_gather", GROUP)
         return
     for name, function in system.functions.items():
         modes: dict[Mode, list[str]] = {}
