@@ -273,9 +273,10 @@ def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
 
 
 def _scales(source: Source) -> Dtype:
-    """The type of scales that a checkpoint of this config has: AutoAWQ writes float16, others the model's own type."""
+    """The type of scales that a checkpoint of this config has: AutoAWQ and GPTQModel write float16, others the model's
+    own type. AutoGPTQ does so, too: scales in bfloat16 that aren't tiny are float16's as well."""
     method = (source.facts.quantisation or {}).get("quant_method")
-    dtypes: dict[str, Dtype] = {"float16": "float16", "bfloat16": "bfloat16"}
+    dtypes: dict[str, Dtype] = {"float16": "float16", "bfloat16": "float16" if method == "gptq" else "bfloat16"}
     return "float16" if method == "awq" else dtypes.get(source.facts.dtype, "float32")
 
 

@@ -508,6 +508,24 @@ def test_scales_that_16_bits_do_not_hold_are_refused(
     assert fits or re.search(f"{name}: a scale that bfloat16 doesn't hold exactly(.|\n)*--dequantise", message)
 
 
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", ["GPTQ", "GPTQ with act order", "GPTQ of 8 bits", "GPTQ experts"])
+def test_gptq_under_a_config_of_bfloat16(case: str, scales: torch.dtype, tmp_path: Path) -> None:
+    """GPTQModel's scales are float16 all the same; AutoGPTQ's are of the model's type."""
+    _, stored = write(CASES[case]._replace(dtype="bfloat16"), tmp_path)
+    tensors = load_file(stored / "model.safetensors")
+    typed = {name: each.to(scales) if name.endswith(".scales") else each for name, each in tensors.items()}
+    save_file(typed, stored / "model.safetensors")
+    bundle = precast.build(stored, tmp_path / "b", dtype="float32")
+
+    found = logits(bundle, stored)
+
+    dense = precast.build(stored, tmp_path / "dense", dtype="float32", dequantise=True, disabled_passes=apart(bundle))
+    assert relative_error(found, logits(dense, stored)) < 1e-6
+    kept = [param.type.dtype for param in bundle.graph.params if param.name.endswith("scales")]
+    assert set(kept) == {"float16"}
+
+
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("llama-tied-bias", 8)])
 def test_mlx(family: str, bits: int, tmp_path: Path) -> None:
     """As mlx_lm writes it: embeddings are quantised, too, and both entries of the config say it. All of it becomes
