@@ -130,7 +130,7 @@ def build(
     if dequantise:
         disabled_passes = {*disabled_passes, KEEP_QUANTISED.name}
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
-    _check_quantise(quantise, opened, disabled_passes)
+    _check_quantise(quantise, opened, disabled_passes, dequantise=dequantise)
     _check_activations(activations)
     in_full = KEEP_QUANTISED.name in disabled_passes
     options = dataclasses.replace(options, dequantise=in_full, activations=activations, quantise=quantise)
@@ -280,7 +280,9 @@ def _scales(source: Source) -> Dtype:
     return "float16" if method == "awq" else dtypes.get(source.facts.dtype, "float32")
 
 
-def _check_quantise(quantise: str | None, source: Source, disabled_passes: Collection[str]) -> None:
+def _check_quantise(
+    quantise: str | None, source: Source, disabled_passes: Collection[str], *, dequantise: bool
+) -> None:
     if quantise is None:
         return
     if quantise not in FORMATS:
@@ -290,9 +292,12 @@ def _check_quantise(quantise: str | None, source: Source, disabled_passes: Colle
         method = check_options(source.facts.quantisation).method
         message = f"quantise={quantise!r}, but the checkpoint is quantised already, by {method}"
         raise BuildError("option-invalid", message, fix="leave quantise out: they stay as they are stored")
+    if dequantise:
+        message = f"quantise={quantise!r} and dequantise=True: weights can't be in few bits, and in the model's dtype"
+        raise BuildError("option-invalid", message, fix="leave out one of quantise and dequantise")
     if KEEP_QUANTISED.name in disabled_passes:
         message = f"quantise={quantise!r}, and the pass {KEEP_QUANTISED.name} is left out, which it is for"
-        raise BuildError("option-invalid", message, fix="leave out one of quantise, dequantise and the disabled pass")
+        raise BuildError("option-invalid", message, fix="leave out one of quantise and the disabled pass")
 
 
 def _check_activations(activations: str) -> None:

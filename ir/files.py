@@ -10,6 +10,10 @@ from typing import BinaryIO
 # Non-blocking, because opening a pipe would wait for somebody to write to it.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
+"""What a file begins with that Git LFS has put in another one's place, until it is pulled."""
+LFS_FIX = "run `git lfs pull` in the clone of the repository, or download the file"
+
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
     """A descriptor of a regular file, to read from. Raises OSError, also for a pipe, socket, device or directory."""

@@ -38,7 +38,7 @@ _FACTS = {
     # The decoder's code reads its own: tables of positions have so many rows.
     "positions": _Fact(("max_position_embeddings",), ("decoder",)),
 }
-"""Quantisation is in `precast.builder.source.quantised_options`: it has names, and files, of its own."""
+"""Quantisation has names, and files, of its own: `quantised_options` and `quantised_files` beside this module."""
 
 
 class Facts(NamedTuple):

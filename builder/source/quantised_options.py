@@ -32,11 +32,6 @@ class Quantised(NamedTuple):
 _NAMES = {"quantization_config": None, "compression_config": "compressed-tensors", "quantization": "mlx"}
 """What publishers call the entry that says how a checkpoint is quantised, and the method where it names none."""
 
-FILES = {
-    "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
-}  # fmt: skip
-"""Files beside a `config.json` that say it instead, or once more, and the method of each."""
-
 
 def quantisation_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     """What the config, or its decoder's part, says of how its checkpoint is quantised; None: it says nothing."""
@@ -51,42 +46,6 @@ def quantisation_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     entries = dict(entries if isinstance(entries, Mapping) else entries.to_dict())
     method = next((_NAMES[name] for name, _ in found if _NAMES[name]), "modelopt" if "quant_algo" in entries else None)
     return entries if "quant_method" in entries or method is None else {"quant_method": method} | entries
-
-
-def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Add to the config what the files beside it say of quantisation: `files` are those of `FILES` that there are.
-
-    Where the config says it too, but nothing of keys and values, what ModelOpt's file says of these counts.
-
-    Raises BuildError (`feature-unsupported`) for one that contradicts the config.
-    """
-    for file, entries in files.items():
-        method = FILES[file]
-        inner = entries.get("quantization")
-        added = {"quant_method": method} | dict(inner if isinstance(inner, Mapping) else entries)
-        said = quantisation_of(config)
-        if said is None:
-            config.quantization_config = added
-        elif method == "modelopt" and _algorithm(added) not in (None, _algorithm(said)):
-            raise BuildError(
-                "feature-unsupported",
-                f"it is quantised by {_algorithm(added)} in {file}, and by {_algorithm(said)} in config.json",
-                where=name,
-                fix="remove what doesn't describe the checkpoint's tensors",
-            )
-        elif method == "modelopt" and _KV.isdisjoint(said):
-            config.quantization_config = said | {name: added[name] for name in sorted(_KV & added.keys())}
-
-
-_KV = frozenset(("kv_cache_quant_algo", "kv_cache_scheme"))
-"""What says how keys and values are quantised."""
-
-
-def _algorithm(entries: Mapping[str, Any]) -> str | None:
-    """What ModelOpt calls a method; of other methods, of which it made no part, their name."""
-    method = entries.get("quant_method")
-    is_modelopts = method == "modelopt" or "moe_quant_algo" in entries
-    return entries.get("quant_algo") if is_modelopts else str(getattr(method, "value", method))
 
 
 def kv_dtype_of(entries: Mapping[str, Any] | None) -> tuple[Dtype | None, str | None]:
@@ -150,15 +109,18 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
     for name, value in entries.items():
         if name == "quant_method" or (name in _SAYS_NOTHING and name not in allowed):
             continue
-        if name not in allowed or not _is_known(allowed[name], value):
-            raise refuse(method, _described(str(name), value), where)
+        if name not in allowed:
+            known = f"known options are {', '.join(sorted(allowed))}"
+            raise refuse(method, _described(str(name), value), where, why=f"this is not known ({known})")
+        if not allowed[name](value):
+            raise refuse(method, _described(str(name), value), where, why=_not_known(allowed[name].expected))
     if method == "modelopt":
         _check_modelopt(entries, where)
     if method == "fp8":
         _check_mixed(entries, where)
     if method == "quark":
         for what in quark_options.unknown_layers(entries):
-            raise refuse(method, cut(what), where)
+            raise refuse(method, cut(what), where, why=_not_known(quark_options.KNOWN))
     if method == "mlx" and not {"group_size", "bits"} <= set(entries):
         raise refuse(method, "no group_size, or no bits", where)
     if method == "compressed-tensors":
@@ -166,7 +128,8 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             raise refuse(method, "no config_groups", where)
         for name, group in entries.get("config_groups", {}).items():
             if stored_as(group, entries.get("format")) is None:
-                raise refuse(method, _described_group(str(name), group, entries.get("format")), where)
+                what = _described_group(str(name), group, entries.get("format"))
+                raise refuse(method, what, where, why=_not_known(_COMPRESSED))
     for name, pattern in _patterns(method, entries):
         try:
             re.compile(pattern)
@@ -174,14 +137,6 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             what = f"{cut(f'{pattern!r} in {name}')}, which is no regular expression ({error})"
             raise refuse(method, what, where, "correct the pattern, as the checkpoint's publisher means it") from None
     return Quantised(method, entries)
-
-
-def _is_known(check: Check, value: Any) -> bool:
-    """Whether an option has a value that is known; one of another type than the check takes for granted is not."""
-    try:
-        return check(value)
-    except (AttributeError, TypeError):
-        return False
 
 
 def _patterns(method: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -237,7 +192,10 @@ def _check_modelopt_groups(
         weights = group.get("weights") if isinstance(group, Mapping) else None
         found = _modelopt_weights(weights) if isinstance(weights, Mapping) else None
         if found is None or not any(found == each for each in known):
-            raise refuse(method, _described_group(str(name), group), where)
+            formats = ", ".join(f"{each} ({bits} bits{f', groups of {size}' if size else ''})"
+                                for each, (bits, size) in _MODELOPT.items() if (bits, size) in known)  # fmt: skip
+            why = _not_known(f"floats as in {formats}")
+            raise refuse(method, _described_group(str(name), group), where, why=why)
 
 
 _MODELOPTS = frozenset(("quant_algo", "quantized_layers", "config_groups", "ignore", "group_size"))
@@ -289,14 +247,33 @@ def stored_as(group: Any, format: str | None) -> str | None:
 _USE_OTHER = "use a checkpoint of float32, bfloat16 or float16 weights"
 
 
-def refuse(method: str, what: str, where: str | None = None, fix: str = _USE_OTHER) -> BuildError:
-    """The error for something in a known method that isn't known."""
+_COMPRESSED = (
+    "float of 8 bits, symmetric, by tensor, channel or block (float-quantized) or in groups of 32 (mxfp8-quantized), "
+    "of 4 bits in groups of 16 (nvfp4-pack-quantized, tensor_group) or of 32 (mxfp4-pack-quantized); int of 4 or 8 "
+    "bits by channel or in groups (pack-quantized), of 8 bits by tensor, too (int-quantized)"
+)
+"""What is known of compressed-tensors' weights."""
+
+
+def _not_known(expected: str) -> str:
+    return f"this is not known, expected {expected}"
+
+
+def refuse(
+    method: str, what: str, where: str | None = None, fix: str = _USE_OTHER, *, why: str = "this is not known"
+) -> BuildError:
+    """The error for something in a known method that isn't known; `why` may say what is."""
     return BuildError(
         "feature-unsupported",
-        f"the checkpoint is quantised by {method}, with {what}: this is not known",
+        f"the checkpoint is quantised by {method}, with {what}: {why}",
         where=where,
         fix=fix,
     )
+
+
+def refuse_groups(method: str, weight: str, inputs: int, size: int) -> BuildError:
+    """The error for a weight that its groups don't divide."""
+    return refuse(method, f"groups of {size}", why=f"{weight} has {inputs} inputs, which they don't divide")
 
 
 def _described(name: str, value: Any) -> str:
@@ -321,43 +298,67 @@ def cut(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-Check = Callable[[Any], bool]
+class Check(NamedTuple):
+    """Whether a value is known, and what messages say is."""
+
+    is_known: Callable[[Any], bool]
+    expected: str
+
+    def __call__(self, value: Any) -> bool:
+        """Whether it is known; one of another type than the check takes for granted is not."""
+        try:
+            return self.is_known(value)
+        except (AttributeError, TypeError):
+            return False
+
+
+def _expects(expected: str) -> Callable[[Callable[[Any], bool]], Check]:
+    return lambda is_known: Check(is_known, expected)
 
 
 def _one_of(*values: Any) -> Check:
-    return lambda value: value in values
+    *most, last = ("nothing" if value is None else repr(value) for value in values)
+    return Check(lambda value: value in values, f"{', '.join(most)} or {last}" if most else last)
 
 
+@_expects("a list of names")
 def _names(value: Any) -> bool:
     return value is None or (isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value))
 
 
+@_expects("two sizes above 0, or nothing")
 def _block(value: Any) -> bool:
     fits = isinstance(value, (list, tuple)) and len(value) == 2
     return value is None or (fits and all(type(size) is int and size > 0 for size in value))
 
 
+@_expects("a size above 0, or -1 for one group of all inputs")
 def _group_size(value: Any) -> bool:
     return type(value) is int and (value == -1 or value > 0)
 
 
+@_expects("layers that are left out (-:) and no others")
 def _only_skips(value: Any) -> bool:
     """GPTQModel's overrides by module: `-:` leaves one as it is, anything else changes its format."""
     return not value or (isinstance(value, Mapping) and all(str(name).startswith("-:") for name in value))
 
 
+@_expects("a list of names, or of lists of names")
 def _modules(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(each, str) or _names(each) for each in value))
 
 
+@_expects("an object with a group at least")
 def _groups(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value)
 
 
+@_expects("an object, or nothing")
 def _layers(value: Any) -> bool:
     return value is None or isinstance(value, Mapping)
 
 
+@_expects("weight_format = 'real_quantized'")
 def _real_weights(value: Any) -> bool:
     """Quark's `export`: weights are stored in few bits, not rounded and stored in 16."""
     return value is None or (isinstance(value, Mapping) and value.get("weight_format", "real_quantized") == _REAL)
@@ -366,6 +367,7 @@ def _real_weights(value: Any) -> bool:
 _REAL = "real_quantized"
 
 
+@_expects("layers, each with a known quant_algo and its group_size, and no more")
 def _modelopt_layers(value: Any) -> bool:
     """ModelOpt's list of layers whose formats differ, or none."""
     if value is None or not isinstance(value, Mapping):
@@ -378,6 +380,7 @@ def _is_modelopt(layer: Mapping[str, Any]) -> bool:
     return known is not None and layer.get("group_size", known[1]) == known[1] and set(layer) <= _LAYER
 
 
+@_expects("rotations of weights alone (weight_input, weight_output)")
 def _only_weights(value: Any) -> bool:
     """No rotations, or those by which the weights were multiplied before they were stored: nothing is left of these."""
     groups = value.get("config_groups") if isinstance(value, Mapping) else None
@@ -390,8 +393,12 @@ def _only_weights(value: Any) -> bool:
 
 
 _LAYER = {"quant_algo", "group_size"}
-_NO_SPARSITY: Check = lambda value: not value or value.get("format", "dense") == "dense"  # noqa: E731
-_gemm: Check = lambda value: str(getattr(value, "value", value)).lower() == "gemm"  # noqa: E731
+_NO_SPARSITY = Check(
+    lambda value: not value or value.get("format", "dense") == "dense", "nothing, or the format 'dense'"
+)
+_GEMM = Check(lambda value: str(getattr(value, "value", value)).lower() == "gemm", "'gemm'")
+
+_FOLDED = Check(quark_options.is_folded, quark_options.FOLDED)
 
 _SAYS_NOTHING = frozenset(
     # of how a checkpoint was made, how it is computed with, and what becomes of activations and caches
@@ -433,13 +440,13 @@ _KNOWN: dict[str, dict[str, Check]] = {
     },
     "quark": {
         "global_quant_config": _groups, "layer_quant_config": _layers, "exclude": _names, "export": _real_weights,
-        "algo_config": quark_options.is_folded, "layer_type_quant_config": _one_of(None, {}),
+        "algo_config": _FOLDED, "layer_type_quant_config": _one_of(None, {}),
         "softmax_quant_spec": _one_of(None),
     },
     "mxfp4": {"modules_to_not_convert": _names},
     "awq": {
         "bits": _one_of(4), "w_bit": _one_of(4), "group_size": _group_size, "q_group_size": _group_size,
-        "zero_point": _one_of(True), "version": _gemm, "format": _gemm, "modules_to_not_convert": _names,
+        "zero_point": _one_of(True), "version": _GEMM, "format": _GEMM, "modules_to_not_convert": _names,
     },
     "gptq": {
         "bits": _one_of(4, 8), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),

@@ -15,6 +15,14 @@ _FLOAT8_ROWS = _FLOAT8 | {"qscheme": ("per_channel",), "ch_axis": (0,)}
 _FOLDED = ("awq", "autosmoothquant", "gptq", "smooth")
 """Algorithms after which a model computes what it did before: what they change is in its weights."""
 
+FOLDED = f"algorithms of {', '.join(_FOLDED)}"
+"""What messages say is known of `algo_config`."""
+KNOWN = (
+    "weights of fp8_e4m3, static, per_tensor or per_channel (ch_axis 0), or of fp8_e4m3 or fp4 per_group of 32 with "
+    "scales in e8m0; no bias, and output_tensors of keys and values alone"
+)
+"""What messages say is known of layers."""
+
 
 def weight_format(weight: Any) -> str | None:
     """What the `weight` of a layer's config is stored as: fp8, fp8_rows, mxfp8 or mxfp4. None: it isn't known."""

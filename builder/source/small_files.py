@@ -15,7 +15,7 @@ def read_small(path: Path, what: str, *, most: int, code: str) -> bytes | None:
     """The content of a file of at most `most` bytes; None where there is no such file.
 
     `what` is its name in messages. Raises BuildError of this code for a directory, pipe, socket or device, which is
-    never waited for, for a file that can't be read, and for a larger one.
+    never waited for, for a file that can't be read, for a larger one, and for a pointer of Git LFS.
     """
     try:
         data = files.read_file(path, most)
@@ -26,4 +26,7 @@ def read_small(path: Path, what: str, *, most: int, code: str) -> bytes | None:
         raise BuildError(code, f"{what} can't be read: {error.strerror}", fix=fix) from error
     if len(data) > most:
         raise BuildError(code, f"{what} has more than {most} bytes", fix=FIX)
+    if data.startswith(files.LFS_POINTER):
+        message = f"{what} is a pointer of Git LFS, not the file that it stands for"
+        raise BuildError(code, message, fix=files.LFS_FIX)
     return data

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from precast.builder.limits import MAX_DEPTH
-from precast.builder.source import nemotron_nas, quantised_options, tokenizer_files
+from precast.builder.source import nemotron_nas, quantised_files, quantised_options, tokenizer_files
 from precast.builder.source.facts import Facts, decoder_way, read_facts
 from precast.builder.source.json_object import parse_object, read_object
 from precast.builder.source.model_class import (
@@ -92,9 +92,9 @@ def open_source(
     same = None if model_type else known_as(entries)
     raw = {entry: value for entry, value in entries.items() if same is None or entry != "architectures"}
     config = _read_config(raw, folder, name, allow_code, model_type or (same and same.model_type))
-    beside = {file: read_object(folder / file, f"{name}: {file}") for file in quantised_options.FILES}
+    beside = {file: read_object(folder / file, f"{name}: {file}") for file in quantised_files.FILES}
     said = {file: found for file, found in beside.items() if found is not None}
-    quantised_options.add_quantisation(config, said, name)
+    quantised_files.add_quantisation(config, said, name)
     files = tokenizer_files.read_files(folder, name)
     generation = parse_object(files.get(GENERATION, b"{}"), f"{name}: {GENERATION}")
     facts = _checked_facts(config, name, entries, generation)
@@ -127,7 +127,11 @@ def _folder(name: str, allow_code: bool) -> Path:
     if path.exists():
         if path.name != "config.json":
             message = f"{name} is a file, expected a config.json or a directory with one"
-            raise BuildError("config-missing", message, fix="name the model's directory")
+            fix = "name the model's directory"
+            if path.suffix == ".gguf":
+                message = f"{name} is a GGUF file, expected a directory with a config.json and safetensors files"
+                fix = "name the directory, or the hub's model, that the GGUF file was made from"
+            raise BuildError("config-missing", message, fix=fix)
         return path.parent
     if path.suffix == ".json":  # no name of a model on the hub: it isn't asked
         raise BuildError("config-missing", f"{name}: no such file", fix="name a directory with a config.json, or that")
@@ -138,7 +142,7 @@ def _download(name: str, allow_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    wanted = ["config.json", *tokenizer_files.READ, *quantised_options.FILES, *(["*.py"] if allow_code else [])]
+    wanted = ["config.json", *tokenizer_files.READ, *quantised_files.FILES, *(["*.py"] if allow_code else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted))
     except (HFValidationError, HfHubHTTPError, OSError) as error:
@@ -194,7 +198,10 @@ def _read_config(
 def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     raw = read_object(folder / "config.json", f"{name}: config.json")
     if raw is None:
-        raise BuildError("config-missing", f"{name} has no config.json", fix="name a Hugging Face model directory")
+        fix = "name a Hugging Face model directory"
+        if any(folder.glob("*.gguf")):
+            fix += ": that from which the GGUF file in this one was made"
+        raise BuildError("config-missing", f"{name} has no config.json", fix=fix)
     if "configuration_files" in raw:
         message = f"{name}: config.json leads to other files, by transformers' version (configuration_files)"
         raise BuildError("config-invalid", message, fix="build from a config.json that says itself what the model is")
@@ -206,6 +213,11 @@ def _read_entries(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(raw.get("auto_map") or {}, dict):
         message = f"{name}: config.json: auto_map is {raw['auto_map']!r}, expected an object"
         raise BuildError("config-invalid", message, fix="correct auto_map, or remove it")
+    quantisation = raw.get("quantization_config")
+    if quantisation is not None and not isinstance(quantisation, dict):
+        message = f"{name}: config.json: quantization_config is {shown_value(quantisation)}, expected an object"
+        fix = "take config.json whole from the publisher, or remove quantization_config if nothing is quantised"
+        raise BuildError("config-invalid", message, fix=fix)
     named = raw.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         message = f"{name}: config.json: architectures is {named!r}, expected a list of names"

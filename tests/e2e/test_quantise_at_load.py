@@ -119,7 +119,7 @@ def test_formats_that_are_not_known(quantise: Any, tmp_path: Path) -> None:
     [
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}}, {},
          "quantised already, by fp8"),
-        ({}, {"dequantise": True}, "the pass keep_quantised is left out"),
+        ({}, {"dequantise": True}, "quantise='fp8' and dequantise=True: weights can't be in few bits, and in the mod"),
         ({}, {"disabled_passes": ("keep_quantised",)}, "the pass keep_quantised is left out"),
     ],
 )  # fmt: skip

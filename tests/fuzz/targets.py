@@ -215,7 +215,7 @@ def _config(data: bytes, folder: Path) -> None:
 
 def _generation_config(data: bytes, folder: Path) -> None:
     """The JSON beside a config: what says how answers end, and how the checkpoint is quantised."""
-    from precast.builder.source.quantised_options import FILES
+    from precast.builder.source.quantised_files import FILES
     from precast.builder.source.small_files import GENERATION
     from precast.builder.source.source import open_source
 

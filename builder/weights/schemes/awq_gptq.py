@@ -7,7 +7,7 @@ import re
 import torch
 from transformers import PreTrainedModel
 
-from precast.builder.source.quantised_options import Quantised, refuse
+from precast.builder.source.quantised_options import Quantised, refuse, refuse_groups
 from precast.builder.weights.schemes.chosen import all_but
 from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.graph.schema import Dequantise, Read, Recipe, Transpose
@@ -82,10 +82,11 @@ def _grouped(method: str, weight: Weight, options: Quantised, word: int) -> tupl
         raise refuse(method, f"stacked experts ({weight.name})")
     outputs, inputs = weight.shape
     if inputs % word or outputs % word:
-        raise refuse(method, f"{weight.name} of {list(weight.shape)}, sizes that are no multiples of {word}")
+        what = f"{weight.name} of {list(weight.shape)}"
+        raise refuse(method, what, why=f"sizes that are no multiples of {word}, the values in an int32")
     size = inputs if options.get("group_size", 128) == -1 else options.get("group_size", 128)
     if method == "awq" and inputs % size:
-        raise refuse(method, f"{weight.name}: {inputs} inputs in groups of {size}")
+        raise refuse_groups(method, weight.name, inputs, size)
     rows = -(-inputs // size)
     zeros = Read(weight.stem + ".qzeros", (rows, outputs // word), "int32")
     return inputs, outputs, zeros, Read(weight.stem + ".scales", (rows, outputs))

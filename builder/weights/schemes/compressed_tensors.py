@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from precast.builder.graph.rounding import Rounding
-from precast.builder.source.quantised_options import Quantised, refuse, stored_as
+from precast.builder.source.quantised_options import Quantised, refuse, refuse_groups, stored_as
 from precast.builder.weights.rounding import of_compressed_tensors
 from precast.builder.weights.schemes.chosen import config_names, is_linear
 from precast.builder.weights.schemes.scheme import KV_SCALES, Scheme, Weight
@@ -110,8 +110,11 @@ def _packed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
     """Integers in groups of inputs: signed ones, stored with half of their range added, as their zeros are."""
     each, (outputs, inputs) = PACKED[kind], weight.shape
     size = inputs if args["strategy"] == "channel" else args["group_size"]
-    if inputs % each or inputs % size:
-        raise refuse("compressed-tensors", f"{weight.name}: {inputs} inputs, {each} in an int32, in groups of {size}")
+    if inputs % each:
+        why = f"inputs that are no multiple of {each}, the values in an int32"
+        raise refuse("compressed-tensors", f"{weight.name} of {list(weight.shape)}", why=why)
+    if inputs % size:
+        raise refuse_groups("compressed-tensors", weight.name, inputs, size)
     scales = Read(weight.name + "_scale", (outputs, inputs // size))
     zeros = groups = None
     if not args.get("symmetric", True):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from precast.builder.source.quantised_options import refuse
+from precast.builder.source.quantised_options import refuse, refuse_groups
 from precast.builder.weights.schemes.scheme import Weight
 from precast.ir.graph.schema import Concat, Dequantise, Each, Read, Recipe, Reshape
 from precast.ir.weights.quantised import MX_BLOCK, NVFP4_BLOCK
@@ -48,7 +48,7 @@ def per_group_of_32(weight: Weight, suffix: str = "_scale") -> Recipe:
     """MXFP8: 32 neighbours of a row have an exponent."""
     rows, columns = weight.shape
     if columns % MX_BLOCK:
-        raise refuse("MXFP8", f"{weight.name}: {columns} inputs in groups of {MX_BLOCK}")
+        raise refuse_groups("MXFP8", weight.name, columns, MX_BLOCK)
     scales = Read(weight.name + suffix, (rows, columns // MX_BLOCK), "float8_e8m0fnu")
     return scaled(weight, Scales(scales, (1, MX_BLOCK)))
 
@@ -58,7 +58,7 @@ def packed_mxfp4(method: str, weight: Weight, packed: str) -> Recipe:
     row have an exponent. `packed` ends the name of the values."""
     rows, columns = weight.shape
     if columns % MX_BLOCK:
-        raise refuse(method, f"{weight.name}: {columns} inputs in groups of {MX_BLOCK}")
+        raise refuse_groups(method, weight.name, columns, MX_BLOCK)
     stored = Read(weight.name + packed, (rows, columns // 2), "uint8")
     values = Reshape(stored, (rows, columns // MX_BLOCK, MX_BLOCK // 2))
     return Dequantise(values, Read(weight.name + "_scale", (rows, columns // MX_BLOCK), "uint8"), "mxfp4")
@@ -71,7 +71,7 @@ def nvfp4(weight: Weight, packed: str, whole: str, stored: tuple[int, ...], *, d
     """
     rows, columns = weight.shape
     if columns % NVFP4_BLOCK:
-        raise refuse("NVFP4", f"{weight.name}: {columns} inputs in groups of {NVFP4_BLOCK}")
+        raise refuse_groups("NVFP4", weight.name, columns, NVFP4_BLOCK)
     values = Read(weight.name + packed, (rows, columns // 2), "uint8")
     scales = Read(weight.name + "_scale", (rows, columns // NVFP4_BLOCK), "float8_e4m3fn")
     total = Reshape(Read(weight.name + whole, stored), (1, 1))

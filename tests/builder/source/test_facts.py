@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +400,54 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     changes: dict[str, Any], files: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     refused(tmp_path, entries_of("llama", **changes), "feature-unsupported", message, **files)
+
+
+GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
+
+
+@pytest.mark.parametrize(
+    ("said", "files", "message"),
+    [
+        (GPTQ, {"quantize_config": GPTQ | {"bits": 8}}, "with bits = 8 in quantize_config.json, and with bits = 4"),
+        (GPTQ, {"quantize_config": GPTQ | {"desc_act": True}}, "with desc_act = True in quantize_config.json"),
+        (GPTQ, {"quant_config": {"w_bit": 4}}, "by awq in quant_config.json, and by gptq in config.json"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 64}, {"quant_config": {"w_bit": 4, "q_group_size": 128}},
+            "with group_size = 128 in quant_config.json, and with group_size = 64 in config.json",
+        ),
+    ],
+)  # fmt: skip
+def test_files_that_contradict_the_config(
+    said: dict[str, Any], files: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    entries = entries_of("llama", quantization_config={"quant_method": "gptq"} | said)
+
+    refused(tmp_path, entries, "feature-unsupported", message, **files)
+
+
+def test_files_that_agree_with_the_config(tmp_path: Path) -> None:
+    said = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    file = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
+
+    found = opened(tmp_path, entries_of("llama", quantization_config=said), quant_config=file).facts.quantisation
+
+    assert found is not None
+    assert found["group_size"] == 128
+
+
+@pytest.mark.parametrize("entries", [{}, {"producer": {"name": "modelopt"}}, {"quantization": {}}])
+@pytest.mark.parametrize("file", ["hf_quant_config", "quantize_config", "quant_config"])
+def test_files_that_say_nothing(file: str, entries: dict[str, Any], tmp_path: Path) -> None:
+    message = f"{file}.json doesn't say how the checkpoint is quantised"
+
+    refused(tmp_path, entries_of("llama"), "config-invalid", message, **{file: entries})
+
+
+@pytest.mark.parametrize("said", [[1], [{"quant_method": "fp8"}], "fp8", 8, []])
+def test_a_quantisation_that_is_no_object(said: Any, tmp_path: Path) -> None:
+    message = re.escape(f"config.json: quantization_config is {said!r}, expected an object")
+
+    refused(tmp_path, entries_of("llama", quantization_config=said), "config-invalid", message)
 
 
 def test_a_file_beside_the_config_says_how_it_is_quantised(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import families
 import pytest
 
-from precast.builder.source import quantised_options, tokenizer_files
+from precast.builder.source import quantised_files, tokenizer_files
 from precast.builder.source.source import open_source
 from precast.ir import limits
 from precast.ir.errors import BuildError
 
-CONFIGS = ("config.json", "generation_config.json", *quantised_options.FILES)
+CONFIGS = ("config.json", "generation_config.json", *quantised_files.FILES)
 TOKENIZERS = tuple(file for file in tokenizer_files.READ if file not in CONFIGS)
 CODES = dict.fromkeys(CONFIGS, "config-invalid") | dict.fromkeys(TOKENIZERS, "tokenizer-invalid")
 """All files that a build reads, and the code of the refusal."""
@@ -69,6 +69,25 @@ def test_a_socket(folder: Path) -> None:
     unix_socket(folder / "tokenizer.json")
 
     refused(folder, "tokenizer.json", "can't be read: ")
+
+
+@pytest.mark.parametrize("file", CODES)
+def test_a_pointer_of_git_lfs(file: str, folder: Path) -> None:
+    (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+    refused(folder, file, "is a pointer of Git LFS(.|\n)*")
+
+
+def test_a_gguf_file_is_no_model(folder: Path) -> None:
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    (folder / "config.json").unlink()
+
+    for source in (folder / "model.gguf", folder):
+        with pytest.raises(BuildError) as error:
+            open_source(source)
+        assert error.value.code == "config-missing"
+        assert "GGUF file" in str(error.value)
+        assert "was made" in str(error.value.fix)
 
 
 @pytest.mark.parametrize("file", CODES)

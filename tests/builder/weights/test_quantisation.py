@@ -39,7 +39,7 @@ from precast.ir.graph.schema import Cast
         (groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "tensor"}), "strategy = 'tensor'"),
         (
             groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 48}),
-            "64 inputs, 8 in an int32, in groups of 48",
+            "by compressed-tensors, with groups of 48: .*weight has 64 inputs, which they don't divide",
         ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "ignore": []}, "quant_algo = 'NVFP4_AWQ'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "no list of the modules"),
@@ -102,9 +102,17 @@ from precast.ir.graph.schema import Cast
         ),
         ({**compressed("channel"), "transform_config": rotated("weight_input", "input")}, "transform_config = "),
         ({**compressed("channel"), "transform_config": rotated("k_cache")}, "transform_config = "),
+        ({"quant_method": "gptq", "bits": 3}, "bits = 3: this is not known, expected 4 or 8"),
+        ({"quant_method": "fp8", "scale_fmt": "e5"}, "scale_fmt = 'e5': .* expected nothing, 'float' or 'ue8m0'"),
+        ({"quant_method": "gptq", "rotation": "x"}, r"rotation = 'x': this is not known \(known options are bits, "),
+        ({"quant_method": "gptq", "group_size": 0}, "expected a size above 0, or -1 for one group of all inputs"),
+        ({**compressed("channel", num_bits=4)}, "this is not known, expected float of 8 bits, .*; int of 4 or 8 bits"),
         ({"quant_method": "mxfp4"}, "model type llama"),
         ({"quant_method": "mlx", "group_size": 16, "bits": 4}, "group_size = 16"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 48}, "64 inputs in groups of 48"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 48},
+            r"by awq, with groups of 48: .*\.weight has 64 inputs, which they don't divide",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(entries: dict[str, Any], message: str) -> None:

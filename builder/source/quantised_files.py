@@ -1,0 +1,84 @@
+"""The files beside a `config.json` that say how a checkpoint is quantised, in its stead or once more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from precast.builder.source.quantised_options import cut, quantisation_of
+from precast.ir.errors import BuildError
+
+FILES = {
+    "hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq",
+}  # fmt: skip
+"""Files beside a `config.json` that say it instead, or once more, and the method of each."""
+
+_SAYS_IT = {
+    "hf_quant_config.json": ("quant_algo", "quantized_layers", "kv_cache_quant_algo"),
+    "quantize_config.json": ("bits",), "quant_config.json": ("w_bit", "bits"),
+}  # fmt: skip
+"""What says in these files how a checkpoint is quantised, if any of it is there."""
+
+
+def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Add to the config what the files beside it say of quantisation: `files` are those of `FILES` that there are.
+
+    Where the config says it too, but nothing of keys and values, what ModelOpt's file says of these counts.
+
+    Raises BuildError: `feature-unsupported` for one that contradicts the config, `config-invalid` for one that says
+    nothing, where the config doesn't either.
+    """
+    for file, entries in files.items():
+        method = FILES[file]
+        inner = entries.get("quantization")
+        added = {"quant_method": method} | dict(inner if isinstance(inner, Mapping) else entries)
+        said = quantisation_of(config)
+        if said is None:
+            if not set(_SAYS_IT[file]) & set(added):
+                message = f"{name}: {file} doesn't say how the checkpoint is quantised: it has no {_SAYS_IT[file][0]}"
+                fix = "take the file whole from the publisher, or remove it if nothing is quantised"
+                raise BuildError("config-invalid", message, fix=fix)
+            config.quantization_config = added
+        elif method != "modelopt":
+            _check_same(file, added, said, name)
+        elif _algorithm(added) not in (None, _algorithm(said)):
+            raise _contradicts(f"by {_algorithm(added)} in {file}, and by {_algorithm(said)}", name)
+        elif _KV.isdisjoint(said):
+            config.quantization_config = said | {name: added[name] for name in sorted(_KV & added.keys())}
+
+
+_TWICE = (("bits", "w_bit"), ("group_size", "q_group_size"), ("desc_act",), ("zero_point",), ("checkpoint_format",))
+"""What a file and the config may both say of AWQ and GPTQ, with the names that it has."""
+
+
+def _check_same(file: str, added: Mapping[str, Any], said: Mapping[str, Any], where: str) -> None:
+    """Refuse a file that says something else than the config."""
+    if _algorithm(added) != _algorithm(said):
+        raise _contradicts(f"by {_algorithm(added)} in {file}, and by {_algorithm(said)}", where)
+    for names in _TWICE:
+        one, other = (
+            next((each[name] for name in names if each.get(name) is not None), None) for each in (added, said)
+        )
+        if None not in (one, other) and one != other:
+            raise _contradicts(f"with {names[0]} = {one!r} in {file}, and with {names[0]} = {other!r}", where)
+
+
+def _contradicts(what: str, where: str) -> BuildError:
+    message, fix = (
+        f"it is quantised {cut(what)} in config.json",
+        "remove what doesn't describe the checkpoint's tensors",
+    )
+    return BuildError("feature-unsupported", message, where=where, fix=fix)
+
+
+_KV = frozenset(("kv_cache_quant_algo", "kv_cache_scheme"))
+"""What says how keys and values are quantised."""
+
+
+def _algorithm(entries: Mapping[str, Any]) -> str | None:
+    """What ModelOpt calls a method; of other methods, of which it made no part, their name."""
+    method = entries.get("quant_method")
+    is_modelopts = method == "modelopt" or "moe_quant_algo" in entries
+    return entries.get("quant_algo") if is_modelopts else str(getattr(method, "value", method))
