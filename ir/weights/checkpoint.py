@@ -17,6 +17,7 @@ import msgspec
 
 from precast.ir import limits
 from precast.ir.errors import WeightsError, shown, some
+from precast.ir.files import LFS_FIX, LFS_POINTER
 from precast.ir.graph.schema import Dtype
 from precast.ir.waits import ended
 from precast.ir.weights.sources import Folder, Source, Stamp, as_folder, read_small
@@ -37,6 +38,17 @@ _CONVERT = (
     "convert it once: transformers.AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) "
     "writes safetensors; then pass NEW_DIR"
 )
+
+_CONVERT_GGUF = (
+    "pass the safetensors checkpoint that the GGUF file was made from; or convert it once: "
+    "transformers.AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(NEW_DIR) writes safetensors"
+)
+_BEGINNINGS = (
+    ((b"GGUF",), "a GGUF file", _CONVERT_GGUF),
+    ((b"PK\x03\x04",), "a file of torch.save", _CONVERT),
+    ((b'{"', b"{\n", b"{\r", b"{ "), "JSON text", "pass the checkpoint's directory, or its safetensors file"),
+)
+"""What files of other kinds begin with, and what to do about them."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -103,7 +115,8 @@ def _nothing(folder: Folder) -> WeightsError:
     other = [name for name in names if name.endswith(_OTHER_FORMATS)]
     if other:
         message = f"expected {SINGLE}, found {', '.join(map(shown, other[:3]))}: only safetensors are read"
-        return WeightsError("checkpoint-format", message, where=folder.name, fix=_CONVERT)
+        fix = _CONVERT_GGUF if other[0].endswith(".gguf") else _CONVERT
+        return WeightsError("checkpoint-format", message, where=folder.name, fix=fix)
     held = ", ".join(map(shown, names[:5])) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     message = f"expected {SINGLE} or {INDEX} and its shards, found {held}"
     fix = f"download {SINGLE} into it, or pass the directory that has it"
@@ -187,8 +200,21 @@ def _header_of(folder: Folder, name: str) -> tuple[dict[str, TensorEntry], Stamp
         try:
             return read_header(source), source.stamp
         except TensorFileError as error:
-            fix = "the file is damaged or incomplete: download or copy it again"
-            raise WeightsError("checkpoint-header", str(error), where=source.name, fix=fix) from None
+            raise _no_tensors(source, str(error)) from None
+
+
+def _no_tensors(source: Source, message: str) -> WeightsError:
+    """The error for a file without a valid header: what it is instead, where its first bytes say it."""
+    first = read_small(source, len(LFS_POINTER) - 1)
+    if first == LFS_POINTER:
+        message = "it is a pointer of Git LFS, not the file that it stands for"
+        return WeightsError("checkpoint-header", message, where=source.name, fix=LFS_FIX)
+    for beginnings, what, fix in _BEGINNINGS:
+        if first.startswith(beginnings):
+            message = f"it is {what}, expected a safetensors file"
+            return WeightsError("checkpoint-format", message, where=source.name, fix=fix)
+    fix = "the file is damaged or incomplete: download or copy it again"
+    return WeightsError("checkpoint-header", message, where=source.name, fix=fix)
 
 
 def at_once(folder: Folder, look: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:

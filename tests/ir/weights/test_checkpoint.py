@@ -242,6 +242,32 @@ HEADERS: list[tuple[str, bytes, str]] = [
 ]  # fmt: skip
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "message", "fix"),
+    [
+        (LFS, "checkpoint-header", "it is a pointer of Git LFS", "git lfs pull"),
+        (b"GGUF" + bytes(60), "checkpoint-format", "it is a GGUF file, expected a safetensors file", "gguf_file=NAME"),
+        (b"PK\x03\x04" + bytes(60), "checkpoint-format", "it is a file of torch.save", "save_pretrained"),
+        (b'{"model_type": "llama"}', "checkpoint-format", "it is JSON text", "pass the checkpoint's directory"),
+    ],
+)
+@pytest.mark.parametrize("alone", [False, True], ids=["in its folder", "alone"])
+def test_files_of_another_kind(data: bytes, code: str, message: str, fix: str, alone: bool, tmp_path: Path) -> None:
+    """What would be a header of billions of bytes."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+
+    error = refusal(file if alone else tmp_path)
+
+    assert error.code == code
+    assert error.message.startswith(message)
+    assert error.where == str(file)
+    assert fix in str(error.fix)
+
+
 @pytest.mark.parametrize(("data", "message"), [row[1:] for row in HEADERS], ids=[row[0] for row in HEADERS])
 def test_headers(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
