@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from precast.cli.few_bits import stored_weights
 from precast.ir import limits
 from precast.ir.artifact import Bundle
 from precast.ir.bundle import oci
@@ -72,6 +73,7 @@ def summary(bundle: Bundle) -> Report:
     others = [extra for extra in bundle.attached if extra.artifact_type != oci.PROVENANCE]
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
     held, rounded, rounded_experts = _weights_bytes(graph), _activations(graph), _expert_activations(graph)
+    stored = stored_weights(graph)
     with computed():
         share = precast_share(graph)
         peaks = _activation_peaks(graph)
@@ -88,6 +90,7 @@ def summary(bundle: Bundle) -> Report:
         "checked": manifest.checked,
         "precast_share": round(share, 4),
         "weights_bytes": held,
+        "few_bits": stored,
         "activations": rounded,
         "expert_activations": rounded_experts,
         "activation_bytes": [
@@ -110,6 +113,7 @@ def summary(bundle: Bundle) -> Report:
             or "none",
         ),
         ("weights", "; ".join(f"{size:,} bytes of {dtype}" for dtype, size in held.items()) or "none"),
+        *([("few bits", "; ".join(f"{way}: {count}" for way, count in stored.items()))] if stored else []),
         *([("inputs", rounded_text(rounded, rounded_experts))] if rounded or rounded_experts else []),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),

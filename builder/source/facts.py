@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from precast.builder.limits import MAX_SEQ_LEN
-from precast.builder.source.quantised_options import kv_dtype_of, quantisation_of
+from precast.builder.source.quantised_options import ignored_outputs, kv_dtype_of, quantisation_of
 from precast.builder.source.small_files import GENERATION
 from precast.ir.errors import BuildError, some
 from precast.ir.graph.schema import Dtype
@@ -106,7 +106,7 @@ def read_facts(config: PreTrainedConfig, entries: Mapping[str, Any], generation:
         tied=said("tied").value,
         quantisation=quantisation,
         dtype_note=dtype_note,
-        notes=(*eos_notes, *bos_notes, *([kv_note] if kv_note else [])),
+        notes=(*eos_notes, *bos_notes, *([kv_note] if kv_note else []), *ignored_outputs(quantisation)),
         kv_dtype=kv_dtype,
     )
 

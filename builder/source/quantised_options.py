@@ -74,6 +74,14 @@ def _kept_kv(found: str) -> str:
     return f"{cut(found)}, which is not known: keys and values keep the model's dtype (--kv-dtype)"
 
 
+def ignored_outputs(entries: Mapping[str, Any] | None) -> list[str]:
+    """What to tell the user of outputs of layers that compressed-tensors says are rounded, and are not."""
+    groups = (entries or {}).get("config_groups")
+    found = groups.items() if isinstance(groups, Mapping) else ()
+    named = [str(name) for name, group in found if isinstance(group, Mapping) and group.get("output_activations")]
+    return [f"config_groups.{cut(name)}.output_activations: outputs of layers are not rounded" for name in named]
+
+
 def _is_float8(scheme: Mapping[str, Any]) -> bool:
     """One scale, for all of a layer's keys or values, known beforehand."""
     wanted = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor",), "symmetric": (True,), "dynamic": (False,)}

@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM
 
 import precast
 from precast.check.shards import prove, prove_with_random_weights, unsharded
+from precast.cli import show
 from precast.ir.artifact import Bundle
 from precast.ir.errors import WeightsError
 from precast.ir.graph.schema import Const, Node
@@ -316,6 +317,26 @@ def test_words_lie_in_rows_but_for_gptq_with_act_order(case: str, format: str, m
 
     ops = {"precast.quantised_linear"} | ({"precast.quantised_experts"} if "experts" in case else set())
     assert found == {(op, Const(format)) for op in ops}
+
+
+@pytest.mark.parametrize(
+    ("case", "ways"),
+    [
+        ("FP8 in blocks", {"fp8 of 8 bits, blocks of 32 x 32": 6, "fp8 of 8 bits, blocks of 16 x 32": 3,
+                           "fp8 of 8 bits, blocks of 32 x 16": 3}),
+        ("FP8, a scale a tensor", {"fp8 of 8 bits, one scale a row": 6, "fp8 of 8 bits, one scale a matrix": 6}),
+        ("AWQ", {"packed4 of 4 bits, groups of 16": 12}),
+        ("GPTQ with act order", {"gptq of 4 bits, groups in act order": 21}),
+        ("GPTQ experts of 8 bits", {"packed8 of 8 bits, groups of 16": 12}),
+        ("INT4 by channels", {"packed4 of 4 bits, one scale a row": 12}),
+        ("MXFP4 experts", {"mxfp4 of 4 bits, groups of 32": 6}),
+    ],
+)  # fmt: skip
+def test_inspect_says_how_weights_are_stored(case: str, ways: dict[str, int], made: Callable[[str], Made]) -> None:
+    report = show.summary(made(case).bundle)
+
+    assert report.fields["few_bits"] == ways
+    assert all(f"{way}: {count}" in report.text for way, count in ways.items())
 
 
 @pytest.mark.parametrize("dequantise", [False, True], ids=["kept", "dequantised"])

@@ -53,8 +53,8 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     tokenizer = sum(len(data) for data in opened.files("tokenizer").values())
     assert set(fields) == {
         "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
-        "precast_share", "weights_bytes", "activations", "expert_activations", "activation_bytes", "provenance",
-        "attached",
+        "precast_share", "weights_bytes", "few_bits", "activations", "expert_activations", "activation_bytes",
+        "provenance", "attached",
     }  # fmt: skip
     assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
     assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48

@@ -458,6 +458,19 @@ def test_a_file_beside_the_config_says_how_it_is_quantised(tmp_path: Path) -> No
     }  # fmt: skip
 
 
+def test_outputs_that_are_not_rounded_are_told(tmp_path: Path) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {"a": {"targets": ["Linear"], "weights": weights, "output_activations": weights}}
+    said = {
+        "quant_method": "compressed-tensors",
+        "config_groups": groups | {"b": {"targets": ["x"], "weights": weights}},
+    }
+
+    facts = opened(tmp_path, entries_of("llama", quantization_config=said)).facts
+
+    assert facts.notes == ("config_groups.a.output_activations: outputs of layers are not rounded",)
+
+
 FLOAT8_KEYS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
