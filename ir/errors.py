@@ -167,6 +167,7 @@ FIXES: dict[str, str] = {
     "checkpoint-index": "download or copy the checkpoint again",
     "checkpoint-read": "check the file's permissions and its disk, or download or copy it again",
     "checkpoint-config": "correct the checkpoint's config.json, or download or copy it again",
+    "scale-invalid": "download or copy the checkpoint again, or build with kv_dtype='model', which reads no scales",
     "key-invalid": "check the path; docs/trust.md says which keys and certificates are taken, and how they are made",
     "lock-invalid": "correct the file, or remove it: `precast link BUNDLE DIR` writes it anew",
     "reference-invalid": "name it as HOST[:PORT]/NAME[:TAG][@DIGEST], such as ghcr.io/org/name:1.0",

@@ -41,13 +41,13 @@ def names(params: Iterable[Param]) -> list[str]:
     return [param.name for param in params if isinstance(param.recipe, Scale)]
 
 
-def check(values: Mapping[str, float]) -> None:
+def check(values: Mapping[str, float], where: str) -> None:
     """Raise WeightsError (`scale-invalid`) unless each of these scales, by their params' names, is above 0 and finite:
-    a zero would make infinities of keys, and NaN spreads."""
+    a zero would make infinities of keys, and NaN spreads. `where`: the checkpoint that they are from."""
     bad = [f"{name} is {value}" for name, value in values.items() if not _is_valid(value)]
     if bad:
         message = f"scales of cached keys and values: {', '.join(some(bad, 8))}; expected numbers above 0"
-        raise WeightsError("scale-invalid", message)
+        raise WeightsError("scale-invalid", message, where=where)
 
 
 def _is_valid(value: float) -> bool:

@@ -155,7 +155,8 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice, laye
             library.call("cuMemcpyAsync", params.at[target], ctypes.addressof(number), 4, None)
             library.call("cuStreamSynchronize", None)
         library.call("cuStreamSynchronize", None)
-        scales.check({name: _number_at(params.buffers[name].pointer) for name in what.scales})
+        found = {name: _number_at(params.buffers[name].pointer) for name in what.scales}
+        scales.check(found, what.files.folder.name)
     return num_bytes
 
 

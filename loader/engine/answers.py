@@ -13,8 +13,8 @@ from precast.loader.schedule.requests import NO_TOKEN, Draw, Request
 
 NOT_FINITE = Failure(
     "logits-not-finite",
-    "the model gave logits that are NaN or all infinite for this request: its weights are damaged, or its dtype is too "
-    "narrow for them",
+    "the model gave logits that are NaN or all infinite for this request: its weights are damaged (download or copy "
+    "the checkpoint again), or its dtype is too narrow for them (build in bfloat16 or float32)",
 )
 
 

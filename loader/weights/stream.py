@@ -99,7 +99,7 @@ def load_weights(
     for target, value in assembly.filled.items():
         memory[target].view(torch.float32).fill_(value)
     bytes_read, bytes_needed = (sum(column) for column in zip(*counts, strict=True))
-    _check_scales(graph, made)
+    _check_scales(graph, made, files.folder.name)
     _check_exact(graph, made, files, stored, device)
     return Weights(made, bytes_read, bytes_needed)
 
@@ -111,11 +111,11 @@ def _by_name(graph: Graph, targets: Sequence[Target], memory: Sequence[torch.Ten
     return {param.name: tensors[_made_name(param.name, recipe_of)] for param in graph.params}
 
 
-def _check_scales(graph: Graph, made: Mapping[str, torch.Tensor]) -> None:
+def _check_scales(graph: Graph, made: Mapping[str, torch.Tensor], where: str) -> None:
     names = scales.names(graph.params)
     if names:
         found = torch.cat([made[name] for name in names]).tolist()
-        scales.check(dict(zip(names, found, strict=True)))
+        scales.check(dict(zip(names, found, strict=True)), where)
 
 
 def _check_stored(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> None:

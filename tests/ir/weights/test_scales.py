@@ -84,11 +84,13 @@ def test_what_is_there_is_read_and_the_rest_is_the_default() -> None:
 
 
 def test_numbers_that_are_no_scales_are_named() -> None:
-    scales.check({"k": 0.5, "v": 1e-30})
+    scales.check({"k": 0.5, "v": 1e-30}, "ckpt")
     bad = {"k": 0.0, "v": -1.0, "w": float("nan"), "x": float("inf"), "y": 1.0}
 
     with pytest.raises(WeightsError) as caught:
-        scales.check(bad)
+        scales.check(bad, "ckpt")
 
     assert caught.value.code == "scale-invalid"
     assert "k is 0.0, v is -1.0, w is nan, x is inf; expected numbers above 0" in caught.value.message
+    assert caught.value.where == "ckpt"
+    assert "download or copy the checkpoint again" in str(caught.value.fix)

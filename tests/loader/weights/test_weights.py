@@ -522,6 +522,7 @@ def test_scales_that_are_no_numbers_above_0_are_refused(value: float, tmp_path: 
         loaded_scales(tmp_path, stored, torch.device("cpu"))
 
     assert caught.value.code == "scale-invalid"
+    assert caught.value.where == str(tmp_path)
 
 
 def test_half_of_the_scales_is_refused(tmp_path: Path) -> None:
