@@ -114,6 +114,17 @@ def test_groups_that_have_no_scales_are_refused(tmp_path: Path) -> None:
         load_weights(fitting, Checkpoint(), CheckpointFiles.open(tmp_path), device=open_device("cpu"))
 
 
+def test_a_scale_beyond_what_is_computed_with_is_refused(tmp_path: Path) -> None:
+    """It is a finite number as it is stored, and none in float32."""
+    tensors = {"w": float8(4, 8), "s": torch.full((1, 1), 1e300, dtype=torch.float64)}
+    recipe = Dequantise(read("w", tensors), Read("s", (1, 1)), "fp8", (4, 8))
+
+    with pytest.raises(WeightsError, match="s: a scale is not a finite number of at least 0 in float32") as error:
+        load(tmp_path, {"w": recipe}, tensors, torch.device("cpu"))
+
+    assert error.value.where == str(tmp_path)
+
+
 @on_each_device
 def test_mxfp4(tmp_path: Path, device: torch.device) -> None:
     """Every byte, with exponents from the smallest to the largest: what transformers makes of them."""
