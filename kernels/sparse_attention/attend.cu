@@ -10,8 +10,8 @@
 // weights go through shared memory, and what the sums are to be multiplied with. An entry that is no key of the token has
 // no weight, and zeros in the place of its latent: a weight of zero would not keep a NaN out.
 //
-// Programmatic dependent launch: the kernel lets the next one start at once. All it reads but the lists is written by
-// kernels in front.
+// Programmatic dependent launch: the kernel lets the next one start at once. All it reads but the lists and the weight
+// is written by kernels in front.
 //
 // Defines:
 //   FLOAT16                    elements are float16; else bfloat16
@@ -49,7 +49,6 @@ constexpr u32 WEIGHTS = QUERIES + ROWS * PIECES * 16;
 constexpr u32 HIGHEST = WEIGHTS + ROWS * TILE * 2;     // of each row, by group of keys; in the end their total weights
 constexpr u32 FADES = HIGHEST + KEY_GROUPS * ROWS * 4;
 constexpr u32 EXISTS = FADES + ROWS * 4;               // of each stage a bit for each of the 64
-constexpr u32 ARRIVED = EXISTS + STAGES * 8;           // of each stage
 // And in the end, where the ring was: sums that the CTA joins, of each CTA; and of each row highest score and total.
 constexpr u32 JOINED = RING;
 constexpr u32 OF_ROWS = QUERIES;
@@ -102,13 +101,18 @@ __device__ __forceinline__ u32 load_word(u32 from) {
   return x;
 }
 
-// 16 bytes.
-__device__ __forceinline__ void copy_piece(u32 to, const Element* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// 16 bytes, of which `bytes` are read, 0 or 16; the others are zeros.
+__device__ __forceinline__ void copy_piece(u32 to, const Element* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// Until all of this thread's copies of pieces have arrived.
-__device__ __forceinline__ void wait_for_pieces() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last PENDING groups of this thread's copies have arrived.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 __device__ __forceinline__ void store_piece(u32 to, const Piece& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]),
@@ -137,9 +141,6 @@ __device__ __forceinline__ void meet_cluster() {
 __device__ __forceinline__ void ask_early(const Element* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-
-// What this thread wrote to shared memory, before copies in bulk come there.
-__device__ __forceinline__ void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- entries ---------------------------------------------------------------------------------------------------------
 
@@ -182,10 +183,9 @@ __device__ __forceinline__ Key key_of(int entry, const Seen& seen) {
   return {is_seen ? number : -1, seen.pages[is_seen ? number / PAGE_SIZE : 0]};
 }
 
-// Null where there is no key.
+// Of an entry that is no key, some row.
 __device__ __forceinline__ const Element* row_of(const Key& key, const Cache& cache) {
-  return key.number < 0 ? nullptr
-                        : cache.rows + (key.page * cache.stride_p + key.number % PAGE_SIZE * cache.stride_s);
+  return cache.rows + (key.number < 0 ? 0 : key.page * cache.stride_p + key.number % PAGE_SIZE * cache.stride_s);
 }
 
 // A warp has some entries of each tile: its first lanes have one each.
@@ -198,22 +198,21 @@ __device__ __forceinline__ int entry_of(const int* selected, i64 stride, int til
   return exists ? selected[at * stride] : -1;
 }
 
-// Has the rows of the warp's entries brought to a stage.
-__device__ __forceinline__ void copy_rows(u32 base, int stage, const Element* row) {
+// Has the rows of the warp's entries brought to a stage, piece by piece; zeros in the place of those that are no keys.
+__device__ __forceinline__ void copy_rows(u32 base, int stage, const Key& key, const Cache& cache) {
+  static_assert(OWN_ENTRIES * PIECES % 32 == 0, "as many pieces for each lane");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u32 arrived = base + ARRIVED + stage * 8, at = base + RING + stage * STAGE_BYTES + warp * OWN_ENTRIES * KEY_PITCH;
-  const u32 exists = __ballot_sync(0xffffffff, row != nullptr);
-  if (exists != (1 << OWN_ENTRIES) - 1) {
-    for (int own = 0; own < OWN_ENTRIES; own++)
-      if (!(exists >> own & 1))
-        for (int piece = lane; piece < PIECES; piece += 32) store_piece(at + own * KEY_PITCH + piece * 16, {0, 0, 0, 0});
-    order_before_copies();
+  const u32 at = base + RING + stage * STAGE_BYTES + warp * OWN_ENTRIES * KEY_PITCH;
+  const u32 exists = __ballot_sync(0xffffffff, key.number >= 0);
+  const u64 row = (u64)row_of(key, cache);
+#pragma unroll
+  for (int i = 0; i < OWN_ENTRIES * PIECES / 32; i++) {
+    const int own = (i * 32 + lane) / PIECES, piece = (i * 32 + lane) % PIECES;
+    const Element* from = (const Element*)__shfl_sync(0xffffffff, row, own);
+    copy_piece(at + own * KEY_PITCH + piece * 16, from + piece * 8, exists >> own & 1 ? 16 : 0);
   }
+  end_group_of_copies();
   if (lane == 0) store_byte(base + EXISTS + stage * 8 + warp, exists);
-  __syncwarp();
-  if (lane == 0) barrier_expect(arrived, __popc(exists) * WIDTH * 2);
-  __syncwarp();
-  if (row) copy(at + lane * KEY_PITCH, row, WIDTH * 2, arrived);
 }
 
 // --- queries ---------------------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ __device__ __forceinline__ void load_queries(u32 to, const Given& given, int num
                                     : given.rope + row * given.stride_h + (piece * 8 - LATENT) * given.stride_d;
     const u32 at = to + piece_at(row, PIECES, piece);
     if (row < num_rows && (is_latent || in_pieces)) {
-      copy_piece(at, from);
+      copy_piece(at, from, 16);
       continue;
     }
     Piece found = {0, 0, 0, 0};
@@ -247,7 +246,7 @@ __device__ __forceinline__ void load_queries(u32 to, const Given& given, int num
     }
     store_piece(at, found);
   }
-  wait_for_pieces();
+  end_group_of_copies();
 }
 
 // --- a tile ----------------------------------------------------------------------------------------------------------
@@ -506,11 +505,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int head = blockIdx.y * ROWS, num_rows = min(ROWS, HEADS - head);
   const Seen seen = seen_by(token, num_seqs, {cu_seqlens, kv_lens, page_indices, page_indptr, page_start});
   const Cache cache = {keys, stride_p, stride_s};
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; stage++) barrier_init(base + ARRIVED + stage * 8, WARPS);
-    barrier_init_fence();
-  }
-  __syncthreads();
 #ifdef ASKS_FOR_WEIGHT
   ask_for_values(weight);
 #endif
@@ -527,13 +521,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   Key keys_of_tile[STAGES];
 #pragma unroll
   for (int i = 0; i < STAGES; i++) keys_of_tile[i] = key_of(entries[i], seen);
-#pragma unroll
-  for (int i = 0; i < STAGES; i++)
-    if (first + i < end) copy_rows(base, i, row_of(keys_of_tile[i], cache));
   int next_entry = entries[STAGES];    // of tile + STAGES
   load_queries(base + QUERIES,
                {q_latent + (token * HEADS + head) * LATENT, q + token * q_stride_t + head * q_stride_h + NOPE * q_stride_d,
                 q_stride_h, q_stride_d}, num_rows);
+  // A group of copies for the queries and one for each stage, if there is a tile for it or not.
+#pragma unroll
+  for (int i = 0; i < STAGES; i++)
+    if (first + i < end)
+      copy_rows(base, i, keys_of_tile[i], cache);
+    else
+      end_group_of_copies();
+  wait_for_copies<STAGES - 1>();
   __syncthreads();
 
   const int row = warp % ROW_TILES * 16, key = warp / ROW_TILES * OWN_KEYS;    // in the first product
@@ -553,12 +552,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
   for (int i = 0; i < ROW_TILES * (OWN_SIZE / 8) * 4; i++) ((float*)sums)[i] = 0;
   int stage = 0;
-  u32 parity = 0;
 #pragma unroll 1
   for (int tile = first; tile < end; tile++) {
     const Key next_key = key_of(next_entry, seen);
     next_entry = entry_in(tile + STAGES + 1);
-    barrier_wait(base + ARRIVED + stage * 8, parity);
     if (load_word(base + EXISTS + stage * 8) | load_word(base + EXISTS + stage * 8 + 4)) {
       float scores[KEY_TILES][4];
       multiply_keys(scores, base, stage, row, key);
@@ -566,12 +563,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       __syncthreads();
       add_latents(sums, base, stage, warp * OWN_SIZE);
     }
+    if (STAGES > 1) wait_for_copies<STAGES < 2 ? 0 : STAGES - 2>();    // of the next tile
     __syncthreads();
-    if (tile + STAGES < end) copy_rows(base, stage, row_of(next_key, cache));
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
+    if (tile + STAGES < end)
+      copy_rows(base, stage, next_key, cache);
+    else
+      end_group_of_copies();
+    if (STAGES == 1) {
+      wait_for_copies<0>();
+      __syncthreads();
     }
+    if (++stage == STAGES) stage = 0;
   }
   tell_rows(softmax, base, row, key / OWN_KEYS);
   join(sums, {y, partial, weights, num_parts, (i64)blockIdx.x / CLUSTER}, base, token * HEADS + head, num_rows, rank);

@@ -114,4 +114,4 @@ def shared_bytes(width: int, how: Attend) -> int:
     """What a block needs: its ring, queries and weights, and numbers of rows and of stages."""
     ring = how.stages * TILE * 16 * (width // 8 | 1)
     of_rows = width * 2 + TILE * 2 + 4 * (WARPS * 16 // how.rows + 1)
-    return ring + how.rows * of_rows + how.stages * 16
+    return ring + how.rows * of_rows + how.stages * 8

@@ -2,8 +2,6 @@
 
 #include "clusters_on_cpu.h"
 
-#include <map>
-
 struct float2 { float x, y; };
 inline u32 __float_as_uint(float number) {
   u32 bits;
@@ -23,11 +21,7 @@ inline void store_piece(u32 to, const Piece& x) {
   CHECK(to % 16 == 0);
   memcpy(at(to, 16), &x, 16);
 }
-inline void copy_piece(u32 to, const Element* from) { copy_piece(to, from, 16, true); }
-inline void wait_for_pieces() {
-  end_group_of_copies();
-  wait_for_copies<0>();
-}
+inline void copy_piece(u32 to, const Element* from, u32 bytes) { copy_piece(to, from, bytes, true); }
 inline u32 load_far(u32 from, u32 rank) {
   CHECK(of_cluster.turn > 0 && rank < shared.size() && from + 4 <= shared[rank].size());
   u32 x;
@@ -43,52 +37,6 @@ inline void meet_cluster() { of_cluster.arrive_and_wait(); }
 inline void ask_early(const Element* from, u32 bytes) {
   CHECK((u64)from % 16 == 0 && bytes % 16 == 0);
   for (u32 i = 0; i < bytes / 2; i++) (void)*(volatile const Element*)(from + i);
-}
-inline void order_before_copies() {}
-
-// Copies in bulk, which arrive at once, or when somebody waits for them.
-struct Barrier { int count, pending; i64 bytes; u32 phase; };
-static std::vector<std::map<u32, Barrier>> barriers;    // of each CTA
-static std::vector<std::vector<std::pair<Copy, u32>>> on_their_way;
-inline void barrier_init(u32 barrier, u32 count) {
-  CHECK(barrier % 8 == 0 && at(barrier, 8));
-  barriers[current->rank][barrier] = {(int)count, (int)count, 0, 0};
-}
-inline void barrier_init_fence() {}
-static void change(u32 barrier, int arrivals, i64 bytes) {
-  Barrier& found = barriers[current->rank].at(barrier);
-  CHECK(found.pending >= arrivals);
-  found.pending -= arrivals;
-  found.bytes += bytes;
-  if (found.pending == 0 && found.bytes == 0) {
-    found.phase ^= 1;
-    found.pending = found.count;
-  }
-}
-inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
-static void end_copy(const Copy& copy, u32 barrier) {
-  memcpy(at(copy.to, copy.bytes), copy.from, copy.bytes);
-  change(barrier, 0, -(i64)copy.bytes);
-}
-inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-  CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0);
-  if (copies_are_late)
-    on_their_way[current->rank].push_back({{to, from, bytes}, barrier});
-  else
-    end_copy({to, from, bytes}, barrier);
-}
-inline void barrier_wait(u32 barrier, u32 parity) {
-  auto& waiting = on_their_way[current->rank];
-  while (barriers[current->rank].at(barrier).phase == parity) {
-    for (size_t i = 0; i < waiting.size(); i++)
-      if (waiting[i].second == barrier) {
-        const auto [ended, of] = waiting[i];
-        waiting.erase(waiting.begin() + i);
-        end_copy(ended, of);
-        break;
-      }
-    fibers::let_others_run();
-  }
 }
 
 #include "attend.inc"
@@ -106,10 +54,5 @@ static void run_thread() {
 extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
                     u32 count) {
   arguments = args;
-  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread,
-               [] {
-                 barriers.assign(CLUSTER, {});
-                 on_their_way.assign(CLUSTER, {});
-               },
-               [] { for (const auto& each : on_their_way) CHECK(each.empty()); });
+  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread, [] {}, [] {});
 }
