@@ -78,7 +78,7 @@ def attend_of(use: Use, tokens: int | None) -> Attend:
 
 def workspace(use: Use, *, tokens: int | None) -> Expr:
     """The bytes of what launches leave for one another."""
-    return attended_bytes(use, attend_of(use, tokens).parts)
+    return attended_bytes(use, attend_of(use, tokens).parts, most_tokens=tokens)
 
 
 def launches(use: Use, *, tokens: int | None) -> tuple[Launch, ...]:

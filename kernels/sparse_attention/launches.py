@@ -236,14 +236,16 @@ def attend_products(use: Use, parts: Expr, *, few: bool = False) -> tuple[Launch
     )
 
 
-def attended_bytes(use: Use, parts: Expr) -> Expr:
-    """The bytes of what launches leave for one another; some even in a step of no tokens."""
-    return add(_attend_places(use, parts).end, 16)
+def attended_bytes(use: Use, parts: Expr, *, most_tokens: int | None = None) -> Expr:
+    """The bytes of what launches leave for one another, in steps of so many tokens at most; some even in a step of
+    none."""
+    tokens = use.shape("q")[1]
+    return add(_attend_places(use, parts, tokens if most_tokens is None else minimum(tokens, most_tokens)).end, 16)
 
 
 def _attended(use: Use, parts: Expr) -> tuple[Pointer, ...]:
     """Queries, results, partial results and weights."""
-    places, dtype = _attend_places(use, parts), sizes_of(use).dtype
+    places, dtype = _attend_places(use, parts, use.shape("q")[1]), sizes_of(use).dtype
     kinds: tuple[Dtype, ...] = (dtype, dtype, "float32", "float32")
     return tuple(Pointer("workspace", kind, place) for kind, place in zip(kinds, places[:-1], strict=True))
 
@@ -267,10 +269,10 @@ def _attend_parts(use: Use) -> Expr:
     return by_slots(use.shape("q")[1], tuple(min(parts, most) for parts in ATTEND_PARTS))
 
 
-def _attend_places(use: Use, num_parts: Expr) -> Attended:
+def _attend_places(use: Use, num_parts: Expr, tokens: Expr) -> Attended:
     """Each in whole vectors."""
     sizes = sizes_of(use)
-    rows = mul(use.shape("q")[1], sizes.heads)
+    rows = mul(tokens, sizes.heads)
     # One part is none: its program has the result.
     parts = mul(num_parts, minimum(add(num_parts, -1), 1))
     each = (

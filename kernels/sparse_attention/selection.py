@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
-from precast.ir.graph.symbols import add, mul
+from precast.ir.graph.symbols import add, minimum, mul
 from precast.kernels.records import Condition, Launch, Pointer, Stride
 from precast.kernels.rows import known, real
 from precast.kernels.sparse_attention.launches import count_of, own_bytes, select_prompts, slots_of
 from precast.kernels.use import Use
 
-FEW_TOKENS = 8
-"""Of a step, up to which each is a row."""
+FEW_TOKENS = 4
+"""Of a step, up to which each is a row: four times the slots of all page lists are what Triton's kernels hold, too."""
 NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200: the blocks that share the keys of all rows."""
 SCORING_WARPS, RING_BYTES = 8, 128 << 10
@@ -62,7 +62,7 @@ PROMPTS = Condition("Triton, which selects for prompts", lambda use: "triton" in
 
 def token_bytes(use: Use) -> Expr:
     """The bytes of the scores of few tokens, each of which has room for all slots."""
-    return mul(4, use.shape("q")[1], slots_of(use))
+    return mul(4, minimum(use.shape("q")[1], FEW_TOKENS), slots_of(use))
 
 
 def of_tokens(use: Use) -> tuple[Launch, ...]:

@@ -49,6 +49,19 @@ def most_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:
     )  # fmt: skip
 
 
+def held_sizes(graph: Graph, limits: EngineLimits) -> dict[str, int]:
+    """The same with page lists as long as those of captured steps become, whatever pools have: by them goes what
+    launches hold that keep something for each slot."""
+    lists = {
+        group.name: limits.num_rows * caches.peak_pages(group, limits.max_seq_len, limits.max_num_tokens)
+        for group in graph.caches.groups
+    }
+    return step_memory.step_sizes(
+        graph, max_num_tokens=limits.max_num_tokens, max_num_seqs=limits.max_num_seqs, max_seq_len=limits.max_seq_len,
+        num_pages=lists,
+    )  # fmt: skip
+
+
 def covered(
     graph: Graph, target: Target, limits: EngineLimits, collectives: Collectives | None = None
 ) -> tuple[NativeProgram, Addresses]:

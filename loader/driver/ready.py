@@ -31,7 +31,7 @@ from precast.loader.cache.memory import CacheMemory
 from precast.loader.collector import collector_held
 from precast.loader.device import Buffer
 from precast.loader.driver import on_host
-from precast.loader.driver.coverage import beside_the_graph, covered, lacking, most_sizes
+from precast.loader.driver.coverage import beside_the_graph, covered, held_sizes, lacking, most_sizes
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Kernels, missing
 from precast.loader.driver.model import Model, PartDrawing, hold
@@ -183,7 +183,7 @@ def pools(
     graph, program, addresses = model.graph, model.program, model.addresses
     with timeline.phase("pools") as phase, collector_held():
         sizes = () if options.capture == "off" else captured_sizes(graph, model.limits)
-        held = hold(program, graph, addresses, most_sizes(graph, model.limits), device, model.drawing)
+        held = hold(program, graph, addresses, held_sizes(graph, model.limits), device, model.drawing)
 
         values = sizing.Values(addresses)
 

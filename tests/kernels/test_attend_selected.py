@@ -149,6 +149,17 @@ def test_blocks_of_a_step_have_a_multiprocessor_each() -> None:
     assert found[1] == [(32, 2, 16), (32, 2, 16), (32, 2, 16), (32, 2, 8), (32, 2, 4), (32, 2, 2), (32, 1, 1)]
 
 
+def test_parts_of_few_tokens_are_no_more_in_larger_steps() -> None:
+    """What a step holds is asked for the most tokens of all steps: sixteen parts are one token's."""
+    draw = Draw(BRAIN, CPU)
+    held = [
+        symbols.evaluate(attention.workspace(use_of(deepseek(draw, [(1, 3)] * count, heads=16)), tokens=1), {})
+        for count in (1, 50)
+    ]
+
+    assert held[0] == held[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "is_taken"),
     [

@@ -15,9 +15,11 @@ from op_samples.draw import Draw, Sample
 from op_samples.sparse_attention import paged_select_sample
 
 from precast.ir.graph import symbols
+from precast.ir.graph.symbols import mul
 from precast.kernels.launch import as_function, use_of_tensors
 from precast.kernels.records import Launch
 from precast.kernels.sparse_attention import selection
+from precast.kernels.sparse_attention.launches import slots_of
 from precast.kernels.sparse_attention.paged_select_keys import paged_select_keys
 from precast.kernels.sparse_attention.records import RECORDS
 from precast.kernels.use import Use
@@ -87,8 +89,9 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
         score, pick = launches_of(use, sizes, by_token=by_token)
         tensors = {name: x for name, x in sample.items() if torch.is_tensor(x)}
         tensors["out.0"] = torch.full((1, sample["q"].shape[1], sample["count"]), NOT_WRITTEN, dtype=torch.int32)
-        num_bytes = symbols.evaluate(selection.token_bytes(use) if by_token else selection.sequence_bytes(use), {})
-        tensors["workspace"] = torch.zeros(num_bytes // 4, dtype=torch.int32)
+        # Of more tokens than the record takes, too.
+        places = mul(sample["q"].shape[1] if by_token else 1, slots_of(use))
+        tensors["workspace"] = torch.zeros(symbols.evaluate(places, {}), dtype=torch.int32)
         before = {name: torch.full_like(tensors[name], torch.nan) for name in ("q", "weights")}
         before["cache"] = sample["cache"].clone()
         before["cache"].flatten(0, 1)[new_slots(sample)] = torch.nan
@@ -189,6 +192,15 @@ def test_scores_of_all_kinds(on_cpu: Run, kind: str) -> None:
         found = on_cpu(sample, sizes, by_token=True, scores=scores)
 
         assert found[0, 0].tolist() == order[:count].sort().values.tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 100])
+def test_scores_of_few_tokens_are_no_more_in_larger_steps(tokens: int) -> None:
+    """What a step holds is asked for the most tokens of all steps."""
+    use = use_of(paged_select_sample(Draw(BRAIN, CPU), [(1, 9)] * tokens, heads=8, size=32, count=4, page_size=16))
+    held, slots = (symbols.evaluate(each, {}) for each in (selection.token_bytes(use), slots_of(use)))
+
+    assert held == 4 * min(tokens, selection.FEW_TOKENS) * slots
 
 
 # --- without a GPU -----------------------------------------------------------------------------------------------

@@ -17,18 +17,19 @@ from precast.ir.graph.schema import Call, Graph, Ref
 from precast.ir.native import NativeKernel, NativeLayer
 from precast.kernels.native import Native
 from precast.kernels.records import Ranges
-from precast.kernels.use import GPU
+from precast.kernels.use import GPU, types_in
 from precast.loader.driver.coverage import (
     Anywhere,
     beside_the_graph,
     covered,
+    held_sizes,
     lacking,
     most_sizes,
     steps_within,
     uncovered,
 )
 from precast.loader.placement import Placement, bind_world
-from precast.loader.sizing import EngineLimits
+from precast.loader.sizing import EngineLimits, capacities
 from precast.loader.torch_device import CpuDevice
 
 _SIZES: dict[str, Any] = {
@@ -226,3 +227,17 @@ def test_kernels_for_other_arguments_are_missed(tmp_path: Path) -> None:
     picky = replace(layer, kernels=tuple(replace(each, ones=(*each.aligned[:1],)) for each in layer.kernels))
 
     assert gone(bundle, picky)
+
+
+def test_memory_is_held_for_page_lists_as_long_as_they_become(tmp_path: Path) -> None:
+    """Sparse attention keeps a score for each slot of the lists, and those of captured steps are as long as they may
+    become in any."""
+    bundle = built("deepseek_v32", EXPERTS["deepseek_v32"][1], tmp_path)
+    graph, limited = of_one_rank(bundle), limits(bundle)
+    program, _ = covered(graph, GPU, limited)
+    sizes, types = held_sizes(graph, limited), types_in(graph)
+    lengths = capacities(graph, limited, 1 << 20)
+    names = [group.inputs.page_indices for group in graph.caches.groups]
+
+    assert {types[name].shape[0]: lengths[name][1] for name in names}.items() <= sizes.items()
+    assert program.workspace_bytes(sizes) > program.workspace_bytes(most_sizes(graph, limited))
