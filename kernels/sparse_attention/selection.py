@@ -15,8 +15,8 @@ from precast.kernels.rows import known, real
 from precast.kernels.sparse_attention.launches import count_of, own_bytes, select_prompts, slots_of
 from precast.kernels.use import Use
 
-FEW_TOKENS = 4
-"""Of a step, up to which each is a row: four times the slots of all page lists are what Triton's kernels hold, too."""
+FEW_TOKENS = 8
+"""Of a step, up to which each is a row, with room for the scores of all slots: 32 bytes a slot."""
 NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200: the blocks that share the keys of all rows."""
 SCORING_WARPS, RING_BYTES = 8, 128 << 10
