@@ -104,7 +104,7 @@ engine = precast.load(
     bundle, weights=weights, backend=backend, native=digest, capture=capture, max_num_seqs=8, max_num_tokens=256,
     cache_bytes=16 << 20,
 )
-prompts = [[3, 5, 7], [11] * 40, list(range(20, 90)), [9]]
+prompts = [[3, 5, 7], [11] * 40, list(range(20, 90)), [9], [7 * i * i % 500 for i in range(250)]]
 found = []
 for drawn in ({}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}):
     params = precast.SamplingParams(max_tokens=24, ignore_eos=True, **drawn)
@@ -153,6 +153,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_a_model_gives_the_tokens_that_torch_gives(model: Model, capture: str) -> None:
     ours, graphs, has_torch = served(model.bundle, model.weights, "driver", model.digest, capture)
     theirs, their_graphs, _ = served(model.bundle, model.weights, "torch", model.digest, capture)
+
+    assert not has_torch
+    assert ours == theirs
+    assert graphs == their_graphs
+
+
+SPARSE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 64, "max_position_embeddings": 8192, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+"""DeepSeek-V3.2's sizes of heads, and far fewer of all else."""
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    pytest.importorskip("transformers", minversion="5.17")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from precast.builder.build import build
+
+    folder = tmp_path_factory.mktemp("sparse")
+    config = AutoConfig.for_model("deepseek_v32", **SPARSE)
+    made = build(config, folder / "sparse.bundle", dtype="bfloat16", targets=["sm_90"])
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / "weights")
+    return Model(folder / "sparse.bundle", made.digest, folder / "weights")
+
+
+@pytest.mark.parametrize("capture", ["off", "before"])
+def test_sparse_attention_gives_the_tokens_that_torch_gives(sparse: Model, capture: str) -> None:
+    """Captured steps have page lists as long as they may become, and keep scores for all of their slots."""
+    ours, graphs, has_torch = served(sparse.bundle, sparse.weights, "driver", sparse.digest, capture)
+    theirs, their_graphs, _ = served(sparse.bundle, sparse.weights, "torch", sparse.digest, capture)
 
     assert not has_torch
     assert ours == theirs
