@@ -92,15 +92,21 @@ _HOPPER: dict[str, Any] = {
 
 
 def selections(op: str) -> tuple[Record, ...]:
-    """What selects keys on Hopper: of few tokens, and of any."""
+    """What selects keys on Hopper: of few tokens, and of any, by slots for sequences."""
+    slots = {"some": (0, selection.SOME_SLOTS), "many": (selection.SOME_SLOTS + 1, None)}
+    rows = {"some": selection.SOME_ROWS, "many": selection.MANY_ROWS}
     return (
         Record(
             name=f"cuda.{op}.few", op=f"precast.{op}", **_HOPPER, takes=(SCORES, *selection.TAKES),
             sizes={"T": (0, selection.FEW_TOKENS)}, workspace=selection.token_bytes, runs=selection.of_tokens,
         ),
-        Record(
-            name=f"cuda.{op}", op=f"precast.{op}", **_HOPPER, takes=(SCORES, *selection.TAKES, selection.PROMPTS),
-            workspace=selection.sequence_bytes, runs=selection.of_sequences,
+        *(
+            Record(
+                name=f"cuda.{op}.{name}", op=f"precast.{op}", **_HOPPER,
+                takes=(SCORES, *selection.TAKES, selection.PROMPTS), sizes={"B": slots[name]},
+                workspace=selection.sequence_bytes, runs=partial(selection.of_sequences, how=rows[name]),
+            )
+            for name in slots
         ),
     )  # fmt: skip
 

@@ -34,9 +34,11 @@ class Pick(NamedTuple):
     memory: int = 0
 
 
-FEW_ROWS, MANY_ROWS = Pick(8, 16384, 120 << 10), Pick(4, 8192)
+FEW_ROWS, SOME_ROWS, MANY_ROWS = Pick(8, 16384, 120 << 10), Pick(8, 16384), Pick(4, 8192)
 """All of 131,072 keys are near, or of 32,768. A block of few has a multiprocessor to itself: those that are free first
-would be given several, which took a fifth longer for 8 rows on an H100."""
+would be given several, which took a tenth longer for 8 rows on an H100."""
+SOME_SLOTS = 32
+"""For sequences, up to which long rows are worth more blocks each."""
 MOST_ELEMENTS = 8192
 """Of a row's heads together, which are in a warp's registers."""
 _KEYS = 16
@@ -67,7 +69,7 @@ def token_bytes(use: Use) -> Expr:
 
 def of_tokens(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_select_keys` and `precast.paged_select_entries` of few tokens."""
-    return _launches(use, Pointer("workspace", "int32"), use.shape("q")[1], by_token=True)
+    return _launches(use, Pointer("workspace", "int32"), use.shape("q")[1], FEW_ROWS)
 
 
 def sequence_bytes(use: Use) -> Expr:
@@ -75,20 +77,20 @@ def sequence_bytes(use: Use) -> Expr:
     return add(mul(4, slots_of(use)), *own_bytes(use))
 
 
-def of_sequences(use: Use) -> tuple[Launch, ...]:
+def of_sequences(use: Use, *, how: Pick) -> tuple[Launch, ...]:
     """The same of any tokens."""
     scores, (own, _) = mul(4, slots_of(use)), own_bytes(use)
     prompts = select_prompts(
         use, Pointer("workspace", "int32", scores), Pointer("workspace", "int32", add(scores, own))
     )
-    return (*_launches(use, Pointer("workspace", "int32"), _sequences(use), by_token=False), prompts)
+    return (*_launches(use, Pointer("workspace", "int32"), _sequences(use), how), prompts)
 
 
-def _launches(use: Use, scores: Pointer, rows: Expr, *, by_token: bool) -> tuple[Launch, ...]:
+def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch, ...]:
     size = known(use, "q", 3)
     stages = max(1, min(8, RING_BYTES // (SCORING_WARPS * _KEYS * size * 2)))
     shared = {
-        "BY_TOKEN": by_token, "COUNT": count_of(use), "RATE": use.constant("rate") or 1,
+        "BY_TOKEN": how is FEW_ROWS, "COUNT": count_of(use), "RATE": use.constant("rate") or 1,
         "PAGE_SIZE": known(use, "cache", 1),
     }  # fmt: skip
     lists = tuple(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))
@@ -107,7 +109,6 @@ def _launches(use: Use, scores: Pointer, rows: Expr, *, by_token: bool) -> tuple
         shared_bytes=SCORING_WARPS * stages * _KEYS * size * 2,
         pdl=True,
     )  # fmt: skip
-    how = FEW_ROWS if by_token else MANY_ROWS
     pick = Launch(
         kernel="precast.kernels.sparse_attention/pick.cu:pick_keys",
         grid=(how.cluster, rows, 1),

@@ -50,7 +50,7 @@ def use_of(sample: Sample) -> Use:
 
 def launches_of(use: Use, sizes: Sizes, *, by_token: bool) -> tuple[Launch, Launch]:
     """Those of a record, divided in another way."""
-    score, pick, *_ = selection.of_tokens(use) if by_token else selection.of_sequences(use)
+    score, pick, *_ = selection.of_tokens(use) if by_token else selection.of_sequences(use, how=selection.MANY_ROWS)
     block = score.shared_bytes // selection.SCORING_WARPS // int(score.constants["STAGES"])
     score = score._replace(
         grid=(sizes.blocks, 1, 1), block=32 * sizes.warps, shared_bytes=sizes.warps * sizes.stages * block,
@@ -206,17 +206,23 @@ def test_scores_of_few_tokens_are_no_more_in_larger_steps(tokens: int) -> None:
 # --- without a GPU -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by_token", [True, False], ids=["tokens", "sequences"])
-def test_what_records_launch_fits_a_multiprocessor(by_token: bool) -> None:
-    """One block of few rows, as is meant, and two of many."""
+def test_what_records_launch_fits_a_multiprocessor() -> None:
+    """One block of few rows, as is meant, and two of more."""
     sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5)], heads=64, size=128, count=2048, page_size=16)
     use = use_of(sample)
-    score, pick, *_ = selection.of_tokens(use) if by_token else selection.of_sequences(use)
-    for launch, blocks in ((score, 1), (pick, 1 if by_token else 2)):
-        used = used_by(launch)
+    picked = []
+    ways = (selection.of_sequences(use, how=how) for how in (selection.SOME_ROWS, selection.MANY_ROWS))
+    for score, pick, *_ in (selection.of_tokens(use), *ways):
+        used = [used_by(launch) for launch in (score, pick)]
+        blocks = [
+            min((228 << 10) // (each["SHARED"] + 1024), 65536 // (each["REG"] * launch.block), 2)
+            for launch, each in zip((score, pick), used, strict=True)
+        ]
 
-        assert used["STACK"] == used["LOCAL"] == 0
-        assert blocks == min((228 << 10) // (used["SHARED"] + 1024), 65536 // (used["REG"] * launch.block), 2)
+        assert all(each["STACK"] == each["LOCAL"] == 0 for each in used)
+        assert blocks[0] == 1
+        picked.append(blocks[1])
+    assert picked == [1, 2, 2]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
@@ -233,8 +239,11 @@ def hopper() -> torch.device:
 def run(sample: Sample) -> dict[str, torch.Tensor]:
     """What each record selects that launches CUDA C++ for so many tokens."""
     tokens = sample["q"].shape[1]
+    sequences = len(sample["kv_lens"])
     fits = [each for each in RECORDS if each.op == "precast.paged_select_keys" and each.kind == "cuda"
-            and tokens <= (each.sizes.get("T", (0, None))[1] or tokens)]  # fmt: skip
+            and all(low <= {"T": tokens, "B": sequences}[name] <= (high or tokens)
+                    for name, (low, high) in each.sizes.items())]  # fmt: skip
+    assert fits
     return {each.name: as_function(each)(**sample) for each in fits}
 
 
