@@ -513,7 +513,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int all = seen.count > 0 ? (COUNT + TILE - 1) / TILE : 0, ctas = gridDim.x;
   const int first = all * (int)blockIdx.x / ctas, end = all * ((int)blockIdx.x + 1) / ctas;
   selected += token * selected_stride_t;
-  // Entries are loaded two tiles ahead of the copies of their rows, and places of rows one: nothing waits for either.
+  // Entries are loaded a tile before the pages of their keys, and pages before a tile whose end has the copies: nothing
+  // waits for either.
   const auto entry_in = [&](int tile) { return entry_of(selected, selected_stride_m, tile, end); };
   int entries[STAGES + 1];
 #pragma unroll

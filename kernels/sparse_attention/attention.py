@@ -102,7 +102,7 @@ def attend_launch(use: Use, how: Attend) -> Launch:
             "SCALE": real(use, "scale"), "SINKS": has_sinks,
             "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "ROWS": how.rows, "CLUSTER": how.cluster,
             "STAGES": how.stages, "PARTS": how.parts > 1, "VALUE": sizes.value,
-            "ASKS_FOR_WEIGHT": how.cluster > 1 and sizes.value * sizes.latent % 8 == 0,
+            "ASKS_FOR_WEIGHT": how.cluster > 1,
         },
         block=32 * WARPS,
         shared_bytes=shared_bytes(sizes.latent + sizes.rope, how),

@@ -173,16 +173,6 @@ __device__ __forceinline__ int sum_from(int own) {
   return own;
 }
 
-// Of this lane and those before it.
-__device__ __forceinline__ int sum_up_to(int own) {
-#pragma unroll
-  for (int far = 1; far < 32; far *= 2) {
-    const int other = __shfl_up_sync(0xffffffff, own, far);
-    if (threadIdx.x % 32 >= far) own += other;
-  }
-  return own;
-}
-
 // --- a row -----------------------------------------------------------------------------------------------------------
 
 // What one CTA has of a row.

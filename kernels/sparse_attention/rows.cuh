@@ -83,6 +83,16 @@ __device__ __forceinline__ i64 place_of(const Row& row, const Lists& lists) {
 #endif
 }
 
+// Of each lane and those before it.
+__device__ __forceinline__ int sum_up_to(int own) {
+#pragma unroll
+  for (int far = 1; far < 32; far *= 2) {
+    const int other = __shfl_up_sync(0xffffffff, own, far);
+    if (threadIdx.x % 32 >= far) own += other;
+  }
+  return own;
+}
+
 // A score is kept as an integer of the same order: -0 as 0, NaN above all.
 __device__ __forceinline__ int in_order(float score) {
   const int bits = score == 0 ? 0 : __float_as_int(score);

@@ -82,16 +82,6 @@ __device__ __forceinline__ int blocks_of(const Row& row) {
   return row.num_keys > COUNT ? (row.num_keys + KEYS - 1) / KEYS : 0;
 }
 
-// Of each lane and those before it.
-__device__ __forceinline__ int sum_up_to(int own) {
-#pragma unroll
-  for (int far = 1; far < 32; far *= 2) {
-    const int other = __shfl_up_sync(0xffffffff, own, far);
-    if (threadIdx.x % 32 >= far) own += other;
-  }
-  return own;
-}
-
 // `own` is the lane's row of the first 32.
 __device__ __forceinline__ int blocks_of_all(const Row& own, const Lists& lists) {
   int count = blocks_of(own);

@@ -9,7 +9,7 @@ import pytest
 import torch
 from clusters_on_cpu import Source
 from cubins import used_by
-from op_samples.attention import paged_sample, scales
+from op_samples.attention import new_slots, paged_sample, scales
 from op_samples.draw import Draw, Sample
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
@@ -46,17 +46,6 @@ def use_of(sample: Sample) -> Use:
     return Use(node, {name: Operand(kind, True) for name, kind in types.items()}, Target("cuda", HOPPER))
 
 
-def new_slots(sample: Sample) -> torch.Tensor:
-    """Of the cache, those that hold this step's tokens."""
-    page_size = sample["k_cache"].shape[1]
-    slots = []
-    bounds, indptr, pages = (sample[name].tolist() for name in ("cu_seqlens", "page_indptr", "page_indices"))
-    for b, (kv_len, start) in enumerate(zip(sample["kv_lens"].tolist(), sample["page_start"].tolist(), strict=True)):
-        for key in range(max(0, kv_len - start - (bounds[b + 1] - bounds[b])), kv_len - start):
-            slots.append(pages[indptr[b] + key // page_size] * page_size + key % page_size)
-    return torch.tensor(slots, dtype=torch.long)
-
-
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the kernel's source. What the kernel in front writes is not there before the wait: NaN is."""
@@ -71,7 +60,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for name in ("k_cache", "v_cache"):
             before[name] = sample[name].clone()
             nan = torch.tensor(torch.nan, dtype=sample[name].dtype)
-            bits(before[name]).flatten(0, 1)[new_slots(sample)] = bits(nan)
+            bits(before[name]).flatten(0, 1)[new_slots(sample, page_size=sample["k_cache"].shape[1])] = bits(nan)
         source.run(launch, tensors, late, before)
         return out
 

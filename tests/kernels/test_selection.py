@@ -11,6 +11,7 @@ import pytest
 import torch
 from clusters_on_cpu import Source
 from cubins import used_by
+from op_samples.attention import new_slots
 from op_samples.draw import Draw, Sample
 from op_samples.sparse_attention import paged_select_sample
 
@@ -64,16 +65,6 @@ def launches_of(use: Use, sizes: Sizes, *, by_token: bool) -> tuple[Launch, Laun
     return score, pick
 
 
-def new_slots(sample: Sample) -> torch.Tensor:
-    """Of the cache, those that hold this step's keys."""
-    page_size, slots = sample["cache"].shape[1], []
-    bounds, indptr, pages = (sample[name].tolist() for name in ("cu_seqlens", "page_indptr", "page_indices"))
-    for b, (kv_len, start) in enumerate(zip(sample["kv_lens"].tolist(), sample["page_start"].tolist(), strict=True)):
-        for key in range(max(0, kv_len - start - (bounds[b + 1] - bounds[b])), kv_len - start):
-            slots.append(pages[indptr[b] + key // page_size] * page_size + key % page_size)
-    return torch.tensor(slots, dtype=torch.long)
-
-
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs both sources, one after the other. What the kernel in front writes is not there before the wait."""
@@ -94,7 +85,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
         tensors["workspace"] = torch.zeros(symbols.evaluate(places, {}), dtype=torch.int32)
         before = {name: torch.full_like(tensors[name], torch.nan) for name in ("q", "weights")}
         before["cache"] = sample["cache"].clone()
-        before["cache"].flatten(0, 1)[new_slots(sample)] = torch.nan
+        before["cache"].flatten(0, 1)[new_slots(sample, page_size=sample["cache"].shape[1])] = torch.nan
         sources["score"].run(score, tensors, late, before)
         if scores is not None:
             tensors["workspace"][: len(scores)] = scores

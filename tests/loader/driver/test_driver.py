@@ -130,6 +130,15 @@ class Model(NamedTuple):
     weights: Path
 
 
+def assert_tokens_are_those_of_torch(model: Model, capture: str) -> None:
+    ours, graphs, has_torch = served(model.bundle, model.weights, "driver", model.digest, capture)
+    theirs, their_graphs, _ = served(model.bundle, model.weights, "torch", model.digest, capture)
+
+    assert not has_torch
+    assert ours == theirs
+    assert graphs == their_graphs
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     pytest.importorskip("transformers", minversion="5.17")
@@ -151,12 +160,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.mark.parametrize("capture", ["off", "before"])
 def test_a_model_gives_the_tokens_that_torch_gives(model: Model, capture: str) -> None:
-    ours, graphs, has_torch = served(model.bundle, model.weights, "driver", model.digest, capture)
-    theirs, their_graphs, _ = served(model.bundle, model.weights, "torch", model.digest, capture)
-
-    assert not has_torch
-    assert ours == theirs
-    assert graphs == their_graphs
+    assert_tokens_are_those_of_torch(model, capture)
 
 
 SPARSE: dict[str, Any] = {
@@ -187,12 +191,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.mark.parametrize("capture", ["off", "before"])
 def test_sparse_attention_gives_the_tokens_that_torch_gives(sparse: Model, capture: str) -> None:
     """Captured steps have page lists as long as they may become, and keep scores for all of their slots."""
-    ours, graphs, has_torch = served(sparse.bundle, sparse.weights, "driver", sparse.digest, capture)
-    theirs, their_graphs, _ = served(sparse.bundle, sparse.weights, "torch", sparse.digest, capture)
-
-    assert not has_torch
-    assert ours == theirs
-    assert graphs == their_graphs
+    assert_tokens_are_those_of_torch(sparse, capture)
 
 
 @pytest.mark.slow

@@ -149,6 +149,16 @@ def paged_attention(draw: Draw) -> Iterator[Sample]:
     yield paged_sample(draw, [], heads=2, kv_heads=1, size=8, padding=3)
 
 
+def new_slots(sample: Sample, *, page_size: int) -> torch.Tensor:
+    """Of a cache, the slots that hold this step's tokens."""
+    slots = []
+    bounds, indptr, pages = (sample[name].tolist() for name in ("cu_seqlens", "page_indptr", "page_indices"))
+    for b, (kv_len, start) in enumerate(zip(sample["kv_lens"].tolist(), sample["page_start"].tolist(), strict=True)):
+        for key in range(max(0, kv_len - start - (bounds[b + 1] - bounds[b])), kv_len - start):
+            slots.append(pages[indptr[b] + key // page_size] * page_size + key % page_size)
+    return torch.tensor(slots, dtype=torch.long)
+
+
 def scales(draw: Draw) -> Sample:
     """What keys and values are divided by: no powers of two, by which nothing would be rounded."""
     return {"k_scale": draw.of([0.3], torch.float32), "v_scale": draw.of([1.7], torch.float32)}
