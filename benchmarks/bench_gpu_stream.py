@@ -57,6 +57,7 @@ VARIANTS: dict[int, dict[str, tuple[Way, Constants]]] = {
         "x kept in down": (LONG._replace(kept_from=0), TWICE),
         "2 KiB": (LONG._replace(piece=1024, kept_from=0), TWICE),
         "1 KiB": (LONG._replace(piece=512, kept_from=0), TWICE),
+        "all in flight": (LONG._replace(in_flight=1 << 20), TWICE),
         "2 KiB, 40 KiB of room": (LONG._replace(piece=1024, kept_from=0, room=40 << 10), TWICE),
     },
     4: {

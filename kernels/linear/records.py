@@ -12,7 +12,7 @@ from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import ceildiv, mul
 from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.linear import cublaslt
-from precast.kernels.linear.stream_plan import MAX_ROWS, STEP, THREADS, WAYS, Way, plan_of
+from precast.kernels.linear.stream_plan import MAX_ROWS, STEP, WAYS, Way, plan_of
 from precast.kernels.records import Condition, Launch, Launches, Pointer, Record, Stride, nothing
 from precast.kernels.rows import COMPUTED, has_rows, known, rows_of
 from precast.kernels.use import Use
@@ -61,7 +61,7 @@ def stream(
             Stride("residual", -2) if residual else 0, rows, outputs, inputs, *plan.args,
         ),
         constants=constants if gate is None else {**constants, "GATE": gate},
-        block=THREADS,
+        block=plan.threads,
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip

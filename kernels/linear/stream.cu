@@ -3,8 +3,9 @@
 // The weights lie as a checkpoint has them, w[outputs, inputs] in row-major order, in 16 bits or in few. 16 rows of w
 // are a tile, and the CTAs, one to an SM, share the tiles out in runs. In a CTA
 //
-//   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it;
-//   - one more warp brings the pieces of x;
+//   - one thread of a producer warp copies pieces of rows into a ring in shared memory, far ahead of those who read it,
+//     but asks for no more at a time than keeps memory busy: what other kernels want of it would come after all that;
+//   - one more warp brings the pieces of x, or with KEEPS_X those who multiply bring all of it;
 //   - a team of warps multiplies: mma.m16n8k16 with the weights as its 16 rows and the rows of x as its 8 columns. They
 //     take turns at runs of STEP k, whatever the pieces are, each into two sums, which are added in one order. Weights
 //     in few bits become operands in registers: the same k of w and x meet, in whatever order. Of four bits more are
@@ -28,6 +29,7 @@
 //   TEAMS=n          1 or 2; there are as many warps in all
 //   PASS=n           so many tiles share one reading of x, a multiple of TEAMS; no more where all of x stays in shared
 //                    memory
+//   KEEPS_X          it does, and lies in one piece
 //   UNROLL=n         so many steps of the inner loop in a row
 //
 // and for weights in few bits (`Stored` in stream_plan.py):
@@ -81,7 +83,11 @@ constexpr int BUFFERS = BITS == 4 ? 2 : 1;      // tiles whose sums are in share
 #endif
 constexpr int TURN = STEP * TEAM;     // k after which it is the same warp's turn: pieces are multiples of it
 constexpr int W_WARP = WARPS, X_WARP = WARPS + TEAMS;
+#ifdef KEEPS_X
+constexpr int THREADS = 32 * X_WARP;
+#else
 constexpr int THREADS = 32 * (X_WARP + 1);
+#endif
 constexpr int MAX_STAGES = 12;        // pieces of 16 rows in the rings
 constexpr int MAX_X_SLOTS = 8;        // pieces of x in shared memory
 constexpr int PAD = 16;               // bytes after a piece, so that ldmatrix finds its 8 rows in different banks
@@ -112,7 +118,7 @@ constexpr int OWN = PASS / TEAMS;     // a team's tiles that share one reading o
 #define UNROLL 2    // with the scales of four there are not enough registers
 #elif !defined(IN_FOUR_BITS)
 #define UNROLL 4
-#elif PASS == TEAMS && !(defined(IN_FP4) && defined(FLOAT16))
+#elif PASS == TEAMS && !defined(NVFP4) && !(defined(MXFP4) && defined(FLOAT16))
 #define UNROLL 2    // a thread of sixteen warps has 96 registers, and there are others to wait for
 #else
 #define UNROLL 1
@@ -130,6 +136,12 @@ constexpr int TILE_COLUMNS = TILE / HALVES;    // columns of y that a tile makes
 
 __device__ __forceinline__ void store_shared(u32 to, u16 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
+}
+
+// Sixteen bytes of x, from the L2 cache: another kernel may have written them since this one began.
+__device__ __forceinline__ void load_input(u32 (&to)[4], const void* from) {
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void store_shared(u32 to, unsigned char value) {
@@ -166,6 +178,10 @@ __device__ __forceinline__ void arrive_at_start() { asm volatile("bar.arrive 2, 
 
 __device__ __forceinline__ void sync_at_start() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 
+// Computed by now, rather than where it is first used.
+__device__ __forceinline__ void compute_now(u32& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void compute_now(const void*& value) { asm volatile("" : "+l"(value)); }
+
 __device__ __forceinline__ void sync_multiplying_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
 }
@@ -188,8 +204,10 @@ __device__ __forceinline__ float gelu_tanh(float a) {
 struct Plan {
   int first, end;         // the tiles of this CTA
   int piece, pieces;      // k of a piece of a row, the last one may be shorter; pieces of a row
+  int x_width;            // k of a row of x that lie together: of a piece, with KEEPS_X all
   int pitch, x_pitch;     // bytes from a row's piece to the next row's in shared memory, of w and of x
   int x_slots, stages;    // pieces of x and, of a team, of w in shared memory
+  int in_flight;          // of these, how many a team has asked for at most, and not got
   bool keeps_x;           // each piece of x has a slot of its own
   int scale_slots;        // tiles of a team whose scales are there, if they lie in groups
 
@@ -219,14 +237,16 @@ __device__ __forceinline__ int bytes_of_scales(int groups) {
 // A place after the next `length` is the first again; there are as many as a team's tiles in a pass, or no second pass.
 __device__ __forceinline__ int wrapped(int place, int length) { return place < length ? place : place - length; }
 
-// One thread: the pieces of w for a team, in the order in which they are multiplied. It waits for nothing but room in the
-// ring.
+// One thread: the pieces of w for a team, in the order in which they are multiplied. It waits for room in the ring, and
+// for pieces that are on their way, but for no other thread.
 __device__ __forceinline__ void produce_weights(
     const Plan& plan, int team, const unsigned char* w, const unsigned char* scales, const u32* points, int columns,
     int inputs, u32 ring, u32 scale_slots, u32 full, u32 empty) {
   const u64 policy = read_once_policy();
   const int row_bytes = inputs / 8 * BITS, piece_bytes = plan.piece / 8 * BITS;
   Place place = {0, 1};    // the first round finds the ring empty
+  Place arriving = {0, 0};
+  int asked = 0;
 #ifdef GROUP
   int scale_slot = 0;
 #endif
@@ -236,6 +256,12 @@ __device__ __forceinline__ void produce_weights(
         const int column = (start + i * TEAMS + team) * TILE_COLUMNS, present = min(TILE_COLUMNS, columns - column);
         const u32 bytes = plan.length(index, inputs) / 8 * BITS, barrier = full + place.at * 8;
         u32 to = ring + place.at * TILE * plan.pitch;
+        if (asked < plan.in_flight) {
+          asked++;
+        } else {
+          barrier_wait(full + arriving.at * 8, arriving.parity);
+          arriving.advance(plan.stages);
+        }
         barrier_wait(empty + place.at * 8, place.parity);
 #ifdef GROUP    // all of a tile's scales come with its first piece
         const int groups = inputs / GROUP, point_rows = min(POINT_ROWS, (present * BITS + 31) / 32);
@@ -289,6 +315,7 @@ __device__ __forceinline__ void produce_weights(
   }
 }
 
+#ifndef KEEPS_X
 // One warp: the pieces of x, once if they are kept, else once a pass.
 __device__ __forceinline__ void produce_x(
     const Plan& plan, const Input* x, i64 row_stride, i64 stride, int rows, int inputs, u32 slots, u32 full,
@@ -329,8 +356,10 @@ __device__ __forceinline__ void produce_x(
     if (plan.keeps_x) return;
   }
 }
+#endif
 
 #include "linear/stream_products.cuh"
+#include "linear/stream_inputs.cuh"
 
 typedef float Partials[WARPS][TILE][ROWS];
 
@@ -372,7 +401,7 @@ __device__ __forceinline__ float whole_scale(const void* whole, int row) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     Element* y, const Input* x, const unsigned char* w, const Element* bias, const Element* residual, i64 x_row_stride,
     i64 x_stride, i64 residual_row_stride, i64 num_rows, i64 num_outputs, i64 num_inputs, i64 tiles_each,
-    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 x_slots
+    i64 tiles_more, i64 piece, i64 pieces, i64 stages, i64 in_flight, i64 x_slots
 #ifdef IN_FEW_BITS
     , i64 scale_slots, const unsigned char* scales, const float* x_scales, const u32* points, const void* whole
 #define SCALES scales, points
@@ -390,8 +419,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   plan.end = plan.first + (int)tiles_each + ((int)blockIdx.x < (int)tiles_more);    // some have one more
   plan.piece = (int)piece, plan.pieces = (int)pieces;
   plan.pitch = plan.piece / 8 * BITS + PAD;
-  plan.x_pitch = plan.piece * (int)sizeof(Input) + X_PAD + bytes_of_x_sums(plan.piece);
-  plan.x_slots = (int)x_slots, plan.stages = (int)stages;
+#ifdef KEEPS_X
+  plan.x_width = (inputs + TURN - 1) / TURN * TURN;
+#else
+  plan.x_width = plan.piece;
+#endif
+  plan.x_pitch = plan.x_width * (int)sizeof(Input) + X_PAD + bytes_of_x_sums(plan.x_width);
+  plan.x_slots = (int)x_slots, plan.stages = (int)stages, plan.in_flight = (int)in_flight;
   plan.keeps_x = plan.x_slots == plan.pieces;
   const int team = warp < W_WARP ? warp / TEAM : min(warp - W_WARP, TEAMS - 1);
   const u32 rings = shared_address(memory + sizeof(Head)), of_ring = plan.stages * TILE * plan.pitch;
@@ -418,6 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
       produce_weights(plan, team, w, SCALES, columns, inputs, ring, shared_address(tile_scales), full, empty);
     return;
   }
+#ifndef KEEPS_X
   if (warp == X_WARP) {
     if (lane < plan.x_slots) {
       barrier_init(shared_address(&head.x_full[lane]), 1);
@@ -433,25 +468,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
               shared_address(head.x_empty));
     return;
   }
+#endif
 
   const int member = warp % TEAM;
   const int own_row = threadIdx.x % TILE_COLUMNS, own_m = threadIdx.x % (32 * TEAM) / TILE_COLUMNS;    // what it writes
   // Where the lane points ldmatrix to: of w 16 rows x 16 k, of x 8 rows x 32 k; rows that x has not are its last.
-  const u32 w_lane = (lane % 16) * plan.pitch + member * STEP / 8 * BITS + lane / 16 * 16;
+  u32 w_lane = (lane % 16) * plan.pitch + member * STEP / 8 * BITS + lane / 16 * 16;
 #if defined(IN_FEW_BITS) && !defined(X_FLOAT8)    // no ldmatrix: the k of a word, of the row that the lane multiplies
-  const u32 x_lane = min(lane / 4, rows - 1) * plan.x_pitch + (member * STEP + lane % 4 * 32 / BITS) * sizeof(Input);
+  u32 x_lane = min(lane / 4, rows - 1) * plan.x_pitch + (member * STEP + lane % 4 * 32 / BITS) * sizeof(Input);
 #else
-  const u32 x_lane = min(lane % 8, rows - 1) * plan.x_pitch + member * STEP * sizeof(Input) + lane / 8 * 16;
+  u32 x_lane = min(lane % 8, rows - 1) * plan.x_pitch + member * STEP * sizeof(Input) + lane / 8 * 16;
 #endif
-#if defined(GROUP) && defined(X_FLOAT8)
+  u32 own_x_sums[2];
+  for (int i = 0; i < 2; i++)
+    own_x_sums[i] = x_sums_at(slots, min(lane % 4 * 2 + i, rows - 1), 0, plan.x_pitch, plan.x_width);
+#ifdef KEEPS_X
+  compute_now(w_lane), compute_now(x_lane), compute_now(own_x_sums[0]), compute_now(own_x_sums[1]);
+  Keeper keeper(slots, x, x_row_stride, x_stride, rows, inputs, plan.x_pitch, plan.x_width);
+  wait_for_kernel_in_front();
+  keeper.keep();
+  sync_at_start();    // x has come, and the barriers of the rings are there
+#elif defined(GROUP) && defined(X_FLOAT8)
   for (int i = threadIdx.x; i < rows * of_piece.groups; i += 32 * WARPS) own_x_scales[i] = x_scales[i];
   sync_multiplying_warps();
 #endif
-  Place w_place = {0, 0}, x_place = {0, 0};
+  Place w_place = {0, 0};
+  [[maybe_unused]] Place x_place = {0, 0};
   int buffer = 0;
-#ifdef PREPARES_X
-  bool x_is_new = true;
-#endif
 #ifdef GROUP
   int scale_slot = 0;
 #endif
@@ -488,18 +531,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
     }
     for (int index = 0; index < plan.pieces; index++) {
       // Each warp's own steps in the piece; the last piece may be too short for some of the warps.
-      const int length = plan.length(index, inputs) - member * STEP;
-      const u32 x_piece = slots + x_place.at * rows * plan.x_pitch;
-#ifdef PREPARES_X
-      if (x_is_new) {
-        barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
-        prepare_x(x_piece, rows, plan.x_pitch, plan.piece, plan.length(index, inputs));
-      }
-      for (int i = 0; i < 2; i++)
-        of_piece.x_sums[i] = x_piece + min(lane % 4 * 2 + i, rows - 1) * plan.x_pitch + x_sums_at(plan.piece);
+      const int whole = plan.length(index, inputs), length = whole - member * STEP;
+#ifdef KEEPS_X
+      const u32 x_piece = slots + index * plan.piece * sizeof(Input), x_sums = index * plan.piece / SUMMED * 4;
 #else
+      const u32 x_sums = x_place.at * rows * plan.x_pitch, x_piece = slots + x_sums;
       barrier_wait(shared_address(&head.x_full[x_place.at]), x_place.parity);
+      prepare_x(x_piece, rows, whole, plan.x_pitch, plan.x_width);
 #endif
+      for (int i = 0; i < 2; i++) of_piece.x_sums[i] = own_x_sums[i] + x_sums;
 #pragma unroll
       for (int i = 0; i < OWN; i++)
         if (start + i * TEAMS + team < plan.end) {
@@ -514,14 +554,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
           if (lane == 0) barrier_arrive(empty + w_place.at * 8);
           w_place.advance(plan.stages);
         }
+#ifndef KEEPS_X
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&head.x_empty[x_place.at]));
       x_place.advance(plan.x_slots);
       if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
-    }
-#ifdef PREPARES_X
-    x_is_new = !plan.keeps_x;
 #endif
+    }
 #ifdef GROUP
     scale_slot = wrapped(scale_slot + OWN, plan.scale_slots);
 #endif

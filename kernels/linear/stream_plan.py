@@ -23,13 +23,15 @@ class Way(NamedTuple):
     """How the weight stream goes for some numbers of rows; the figures are the fastest that were measured.
 
     `piece`: elements of a row that are copied at once. x is kept in shared memory if it takes no more than `kept_bytes`
-    and a block has `kept_from` tiles at least; else it is read again for every few tiles. `room` are bytes of shared
+    and a block has `kept_from` tiles at least, or as many as it may have where x is prepared; else it is read again for
+    every few tiles. `in_flight`: bytes of the weight that a block asks memory for at a time. `room` are bytes of shared
     memory that are left to the kernels beside.
     """
 
     piece: int
     kept_bytes: int
     kept_from: int = 0
+    in_flight: int = 72 << 10
     room: int = 0
 
 
@@ -62,9 +64,13 @@ class Stored(NamedTuple):
         return 1 if self.bits == 16 else 2
 
     @property
-    def threads(self) -> int:
-        """Of a block: warps that multiply, those that bring the weight, and one that brings x."""
-        return 32 * (self.warps + self.teams + 1)
+    def prepares_x(self) -> bool:
+        """Whether the warps that multiply put x into an order, or sum it, before: what is kept they best bring, too."""
+        return self.bits == 4 or self.summed is not None
+
+    def threads(self, *, keeps_x: bool) -> int:
+        """Of a block: warps that multiply, those that bring the weight, and one that brings x if these don't."""
+        return 32 * (self.warps + self.teams + (not keeps_x))
 
     @property
     def head_bytes(self) -> int:
@@ -76,10 +82,10 @@ class Stored(NamedTuple):
         """As many as a thread has registers for, which are fewer where there are more threads."""
         return 4 if self.bits == 4 else 8
 
-    def x_pitch(self, piece: int) -> int:
-        """Bytes from a row of a piece of x to the next one in shared memory."""
-        sums = -(-piece // self.summed * _FLOAT32 // 128) * 128 if self.summed else 0
-        return piece * self.x_bytes + self.x_bytes * 128 // self.bits + sums
+    def x_pitch(self, width: int) -> int:
+        """Bytes from a row of x, or of a piece of it, to the next one in shared memory."""
+        sums = -(-width // self.summed * _FLOAT32 // 128) * 128 if self.summed else 0
+        return width * self.x_bytes + self.x_bytes * 128 // self.bits + sums
 
     def tile_scales(self, inputs: int) -> int:
         """Bytes of a tile's scales of groups, and of points."""
@@ -95,14 +101,14 @@ class Stored(NamedTuple):
 
 
 SIXTEEN_BITS = Stored()
-THREADS = SIXTEEN_BITS.threads
 
 
 class Plan(NamedTuple):
     """What `stream.cu` takes of it, in this order; then how many tiles of a team have their scales of groups in shared
-    memory, how many tiles share one reading of x, how many blocks there are, and the shared memory that a block fills.
+    memory, how many tiles share one reading of x, whether x is kept in one piece, how many blocks there are, their
+    threads, and the shared memory that a block fills.
 
-    `stages` are a team's.
+    `stages` are a team's, as those of them `in_flight`.
     """
 
     tiles_each: int
@@ -110,16 +116,19 @@ class Plan(NamedTuple):
     piece: int
     pieces: int
     stages: int
+    in_flight: int
     x_slots: int
     scale_slots: int
     tiles_a_pass: int
+    keeps_x: bool
     grid: int
+    threads: int
     shared_bytes: int
 
     @property
     def args(self) -> tuple[int, ...]:
         """The kernel's."""
-        return self[:6]
+        return self[:7]
 
 
 def plan_of(
@@ -145,11 +154,13 @@ def plan_that_fits(
     turn = stored.step * stored.warps // stored.teams
     piece = way.piece if pieces > 1 else -(-inputs // turn) * turn
     most = each + (more > 0)
-    x_pitch = stored.x_pitch(piece)
+    x_pitch, whole = stored.x_pitch(piece), stored.x_pitch(-(-inputs // turn) * turn)
     fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * x_pitch <= way.kept_bytes
-    x_slots = pieces if pieces <= 2 or fits else 2
-    tiles = stored.teams if x_slots == pieces else max(stored.teams, 2 if most <= 2 else stored.most_tiles_a_pass)
-    around = stored.head_bytes + rows * x_slots * x_pitch + stored.x_scales(inputs)
+    keeps_x = stored.prepares_x and (pieces <= 2 or rows * whole <= way.kept_bytes)
+    x_slots = 1 if keeps_x else pieces if pieces <= 2 or fits else 2
+    is_read_once = keeps_x or x_slots == pieces
+    tiles = stored.teams if is_read_once else max(stored.teams, 2 if most <= 2 else stored.most_tiles_a_pass)
+    around = stored.head_bytes + rows * x_slots * (whole if keeps_x else x_pitch) + stored.x_scales(inputs)
     stage, tile_scales = TILE * (piece * stored.bits // 8 + _PAD), stored.tile_scales(inputs)
     own, own_most = tiles // stored.teams, -(-most // stored.teams)
     all_stages = min(_MOST_STAGES // stored.teams, own_most * pieces)
@@ -158,7 +169,11 @@ def plan_that_fits(
         slots = min((-(-stages // (own * pieces)) + 1) * own, own_most) if tile_scales else 0
         used = around + stored.teams * (stages * stage + slots * tile_scales)
         if used <= _SHARED_BYTES - way.room:
-            return Plan(each, more, piece, pieces, stages, x_slots, slots, tiles, grid, used)
+            threads = stored.threads(keeps_x=keeps_x)
+            in_flight = min(max(1, way.in_flight // (stored.teams * stage)), stages)
+            return Plan(
+                each, more, piece, pieces, stages, in_flight, x_slots, slots, tiles, keeps_x, grid, threads, used
+            )
     return None
 
 

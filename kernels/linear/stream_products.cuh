@@ -213,76 +213,9 @@ __device__ __forceinline__ void multiply_piece(
   }
 }
 
-#ifdef PREPARES_X
-
-// After a row of a piece of x come its sums, of SUMMED each: where, and in how many bytes.
-__device__ __forceinline__ int x_sums_at(int piece) { return piece * (int)sizeof(Input) + X_PAD; }
-
-__device__ __forceinline__ int bytes_of_x_sums(int piece) {
-  return SUBTRACTS ? (piece / SUMMED * 4 + 127) / 128 * 128 : 0;
-}
-
-// Once for each piece of x that has come, by all warps in turns of STEP. Of four bits pairs are made of eight
-// neighbours, i and i + 4, as those of a word of w are. Where sums begin with sums of x, these are made, too.
-__device__ __forceinline__ void prepare_x(u32 x_piece, int rows, int x_pitch, int piece, int length) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 1
-  for (int k = warp * STEP; k < length; k += WARPS * STEP) {
-#ifdef IN_FOUR_BITS
-    constexpr int EACH = STEP / WORD;
-#pragma unroll 4
-    for (int i = lane; i < rows * EACH; i += 32) {
-      const u32 at = x_piece + i / EACH * x_pitch + (k + i % EACH * WORD) * sizeof(Input);
-      u32 x[4], pairs[4];
-      load_words(x, at);
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        pairs[j] = __byte_perm(x[j / 2], x[j / 2 + 2], j % 2 ? 0x7632 : 0x5410);
-#if defined(MXFP4)
-        pairs[j] = raised_x(pairs[j]);
-#elif defined(PACKED4) && !defined(FLOAT16)
-        pairs[j] = raised_x_of_nibbles(pairs[j], j);
-#endif
-      }
-      store_words(at, pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-    __syncwarp();
-#endif
-    if (SUBTRACTS) {    // a product with ones, whose rows are equal
-      const u32 x_row = x_piece + min(lane / 4, rows - 1) * x_pitch + lane % 4 * WORD * sizeof(Input);
-#pragma unroll
-      for (int part = k; part < k + STEP; part += SUMMED) {
-        float sums[4] = {};
-#pragma unroll
-        for (int at = part; at < part + SUMMED; at += LOADED / 2) {
-          u32 b[WORD / 2];
-          load_words(b, x_row + at * sizeof(Input));
-#pragma unroll
-          for (int i = 0; i < WORD / 2; i += 2) multiply_add(sums, {ONES, ONES, ODD_ONES, ODD_ONES}, b[i], b[i + 1]);
-        }
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-          if (lane * 2 + j < rows)
-            store_shared(x_piece + (lane * 2 + j) * x_pitch + x_sums_at(piece) + part / SUMMED * 4, sums[j] * X_SUMS);
-      }
-    }
-  }
-  fence_before_copies();
-  __syncwarp();
-  sync_multiplying_warps();
-}
-
-#else
-
-__device__ __forceinline__ constexpr int bytes_of_x_sums(int) { return 0; }
-
-#endif
-
 #else
 
 constexpr float SUMS_RAISED = 1;
-
-__device__ __forceinline__ constexpr int bytes_of_x_sums(int) { return 0; }
 
 // A warp's part of a tile's product with a piece of x: of each run of TURN, its STEP.
 __device__ __forceinline__ void multiply_piece(

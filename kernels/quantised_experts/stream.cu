@@ -5,7 +5,8 @@
 // of experts, of which up to COLUMNS of an expert are an item, and 16 rows of its weight a tile; and the CTAs, one to an
 // SM, share the tiles of all items out in runs. In a CTA
 //
-//   - one thread copies rows into a ring in shared memory, far ahead of those who read it;
+//   - one thread copies rows into a ring in shared memory, far ahead of those who read it, of which no more are on
+//     their way than keep memory busy;
 //   - sixteen warps multiply: mma.m16n8k16 with the weights as its 16 rows and rows of x of the item as its 8 columns.
 //     They take turns at runs of STEP k, so that each has its part of x in registers, as long as the item is the same.
 //     Weights become operands in registers: the same k of w and x meet, in whatever order;
@@ -32,7 +33,7 @@
 //   COLUMNS=n        8 or 16
 //   MOST_PAIRS=n     there are no more pairs: a multiple of 16
 //   PIECES=n         a row is copied in so many pieces of the same length
-//   STAGES=n         pieces of 16 rows in the ring
+//   STAGES=n         pieces of 16 rows in the ring, of which IN_FLIGHT=n are asked for at a time
 //
 // and how w is stored, one of
 //
@@ -213,11 +214,13 @@ __device__ __forceinline__ void put_into_order(Head& head, const i64* ids, i64 t
   __syncthreads();
 }
 
-// One thread: the tiles from `first` to `end`, in pieces. It waits for nothing but room in the ring.
+// One thread: the tiles from `first` to `end`, in pieces. It waits for room in the ring, and for pieces on their way.
 __device__ __forceinline__ void copy_weights(
     Head& head, const unsigned char* weights, const unsigned char* scales, u32 ring, int first, int end) {
   const u64 policy = read_once_policy();
   Place place = {0, 1};    // the first round finds the ring empty
+  Place arriving = {0, 0};
+  int asked = 0;
   for (int tile = first; tile < end; tile++) {
     const i64 row = (i64)head.items[tile / TILES].expert * ROWS + tile % TILES * TILE_N;
     // Of two eights of rows the second may not be there, in a tile that is no gate's and its values'.
@@ -225,6 +228,12 @@ __device__ __forceinline__ void copy_weights(
     for (int piece = 0; piece < PIECES; piece++) {
       const u32 barrier = shared_address(&head.full[place.at]);
       u32 to = ring + place.at * STAGE_BYTES;
+      if (asked < IN_FLIGHT) {
+        asked++;
+      } else {
+        barrier_wait(shared_address(&head.full[arriving.at]), arriving.parity);
+        arriving.advance(STAGES);
+      }
       barrier_wait(shared_address(&head.empty[place.at]), place.parity);
       barrier_expect(barrier, 8 * (PIECE_BYTES + ROW_SCALES) * (is_whole ? 2 : 1));
 #pragma unroll 1

@@ -25,6 +25,8 @@ _TILE, _NUM_SMS = 16, 132
 _SHARED_BYTES = 227 << 10
 """Shared memory that a block may have."""
 _LEAST_STAGES, _MOST_STAGES, _MOST_PIECES = 4, 12, 8
+_IN_FLIGHT = 48 << 10
+"""Bytes that a block asks memory for at a time."""
 _ALIGNED = 16
 """Bytes of which a row's piece is a multiple."""
 _MOST_INPUTS = 64
@@ -58,11 +60,13 @@ of GPT-OSS with 8, 16 and 64 tokens."""
 
 class Way(NamedTuple):
     """How a weight goes through shared memory: `step` columns are a warp's at a time; of a row so many pieces are
-    copied, into a ring of so many stages, in so many bytes with what lies in front of it."""
+    copied, into a ring of so many stages, so many of which are on their way at a time, in so many bytes with what lies
+    in front of it."""
 
     step: int
     pieces: int
     stages: int
+    in_flight: int
     shared_bytes: int
 
 
@@ -91,7 +95,8 @@ def way_of(group: int | None, row_scales: int, size_k: int, few: Few = FEW) -> W
         for step in fitting:
             inputs = pieces * -(-piece // step // _WARPS) * step
             if stages >= _LEAST_STAGES and inputs // 8 * few.columns // 8 <= _MOST_INPUTS:
-                way = Way(step, pieces, stages, few.head_bytes + stages * stage_bytes)
+                in_flight = min(max(1, _IN_FLIGHT // stage_bytes), stages)
+                way = Way(step, pieces, stages, in_flight, few.head_bytes + stages * stage_bytes)
                 found.append((pieces, inputs, -step, way))
     return min(found)[-1] if found else None
 
@@ -145,7 +150,7 @@ def _product(use: Use, name: str, few: Few) -> tuple[Way, Constants] | None:
     if way is None:
         return None
     constants = stored.constants | whole | {"STEP": way.step, "PIECES": way.pieces, "STAGES": way.stages}
-    constants |= {"COLUMNS": few.columns, "MOST_PAIRS": few.pairs}
+    constants |= {"IN_FLIGHT": way.in_flight, "COLUMNS": few.columns, "MOST_PAIRS": few.pairs}
     return way, constants | {"SIZE_N": size_n, "SIZE_K": size_k}
 
 

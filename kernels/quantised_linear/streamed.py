@@ -44,16 +44,22 @@ _BYTES_OFFSET = 128
 _ALIGNED = 16
 """Bytes of which a row's scales of groups are a multiple."""
 _WAYS: dict[int, dict[int, tuple[Way, ...]]] = {
+    1: {
+        8: tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (2048, 1024)),
+        4: tuple(Way(piece, kept_bytes=36 << 10, in_flight=36 << 10) for piece in (4096, 2048, 1024)),
+    },
     2: {
         8: tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (2048, 1024)),
-        4: tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (4096, 2048, 1024)),
+        4: tuple(Way(piece, kept_bytes=60 << 10, in_flight=36 << 10) for piece in (4096, 2048, 1024)),
     },
     MAX_ROWS: {
         8: tuple(Way(piece, kept_bytes=72 << 10) for piece in (2048, 1024)),
-        4: tuple(Way(piece, kept_bytes=72 << 10) for piece in (4096, 2048, 1024)),
+        4: tuple(Way(piece, kept_bytes=72 << 10, in_flight=36 << 10) for piece in (4096, 2048, 1024)),
     },
 }
 """By the most rows, and by a weight's bits: the first for which there is room."""
+_LONGEST_OF_ONE_ROW = {"packed4": 2048, "mxfp4": 1024}
+"""Pieces for one row, where not the longest are the fastest: the first of them is sooner there."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -150,7 +156,9 @@ def _plan(use: Use, most: int) -> Plan | None:
     if lies is None or sizes is None:
         return None
     stored = lies.stored
-    found = (plan_that_fits(way, most, sizes.outputs, sizes.inputs, stored=stored) for way in _WAYS[most][stored.bits])
+    longest = _LONGEST_OF_ONE_ROW.get(str(use.constant("format")), 4096) if most == 1 else 4096
+    ways = (way for way in _WAYS[most][stored.bits] if way.piece <= longest)
+    found = (plan_that_fits(way, most, sizes.outputs, sizes.inputs, stored=stored) for way in ways)
     return next((plan for plan in found if plan is not None), None)
 
 
@@ -167,7 +175,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
         input = launches.input_of(use), sizes.inputs, 1
     constants: dict[str, int | float | bool | str] = {
         "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "PASS": plan.tiles_a_pass, "STEP": stored.step,
-        "TEAMS": stored.teams, "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
+        "KEEPS_X": plan.keeps_x, "TEAMS": stored.teams, "SCALED_ROWS": lies.shared, "SCALE_BYTES": stored.scale_bytes,
         "GROUP": False if stored.group is None else stored.group,
         "SCALES_FLOAT16": use.operands["scales"].type.dtype == "float16" != use.dtype,
     }  # fmt: skip
@@ -191,7 +199,7 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
             *(Pointer(name) if use.has(name) else None for name in ("zeros", "global_scale")),
         ),
         constants=constants,
-        block=stored.threads,
+        block=plan.threads,
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip

@@ -27,6 +27,12 @@ inline void store_words(u32 to, u32 a, u32 b, u32 c, u32 d) {
   memcpy(at(to), words, 16);
 }
 inline void fence_before_copies() {}
+inline void load_input(u32 (&words)[4], const void* from) {
+  CHECK((u64)from % 16 == 0);
+  memcpy(words, from, 16);
+}
+inline void compute_now(u32) {}
+inline void compute_now(const void*) {}
 
 static fibers::Meeting of_team[4];
 inline void sync_team(int team) { of_team[team].arrive_and_wait(); }
@@ -78,11 +84,11 @@ static float* drawn_scales(size_t count, float size) {
 
 int main(int, char** given) {
   const int rows = atoi(given[1]), outputs = atoi(given[2]), inputs = atoi(given[3]), lies = atoi(given[4]);
-  int plan[7];
-  for (int i = 0; i < 7; i++) plan[i] = atoi(given[5 + i]);
+  int plan[8];
+  for (int i = 0; i < 8; i++) plan[i] = atoi(given[5 + i]);
   const int columns = outputs / HALVES, residual_stride = columns + 5;
-  gridDim.x = atoi(given[12]);
-  shared_bytes = atoi(given[13]);
+  gridDim.x = atoi(given[13]);
+  shared_bytes = atoi(given[14]);
   const i64 stride = lies == 2 ? 2 : 1;
   const i64 row_stride = lies == 0 ? inputs : lies == 1 ? inputs + 16 / sizeof(Input) : 2 * inputs + 3;
   const size_t x_count = (rows - 1) * row_stride + (inputs - 1) * stride + 1;
@@ -148,9 +154,9 @@ int main(int, char** given) {
       fibers::add([=, &y] {
         stream_linear(
             y.data(), x, (const unsigned char*)w, bias, residual, row_stride, stride, residual_stride, rows, outputs,
-            inputs, plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]
+            inputs, plan[0], plan[1], plan[2], plan[3], plan[4], plan[5], plan[6]
 #ifdef IN_FEW_BITS
-            , plan[6], (const unsigned char*)scales, x_scales, points, whole
+            , plan[7], (const unsigned char*)scales, x_scales, points, whole
 #endif
         );
       });

@@ -88,7 +88,7 @@ def test_a_tile_for_each_block_and_none_without() -> None:
 
 PTX = "// --- what PTX has and C++ has not"
 HALF, FEW_BITS_HEADER = '#include "half.cuh"\n', '#include "few_bits.cuh"\n'
-PRODUCTS_HEADER = '#include "linear/stream_products.cuh"\n'
+PARTS = ("linear/stream_products.cuh", "linear/stream_inputs.cuh")
 
 
 def without_ptx(source: str, plain: str) -> str:
@@ -106,8 +106,9 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     kernels = here.parents[1] / "kernels"
     header = without_ptx((kernels / "few_bits.cuh").read_text(encoding="utf-8"), "// --- pairs of elements")
     plain = without_ptx((kernels / FILE).read_text(encoding="utf-8"), "// --- activations")
-    products = (kernels / "linear" / "stream_products.cuh").read_text(encoding="utf-8")
-    plain = plain.replace(PRODUCTS_HEADER, products).replace(FEW_BITS_HEADER, header).replace("#pragma once", "")
+    for part in PARTS:
+        plain = plain.replace(f'#include "{part}"\n', (kernels / part).read_text(encoding="utf-8"))
+    plain = plain.replace(FEW_BITS_HEADER, header).replace("#pragma once", "")
     plain = plain.replace(HALF, "")
     plain = plain.replace('extern "C"', "")
     plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
@@ -126,7 +127,8 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     ) -> tuple[float, int]:  # fmt: skip
         plan = plan_of(way, rows, outputs, inputs, is_gated="GATE" in defines, blocks=blocks, stored=stored)
         numbers = (rows, outputs, inputs, lies, *plan.args, plan.scale_slots, plan.grid, plan.shared_bytes)
-        program = built(f"{defines} -DPASS={plan.tiles_a_pass} -DTEAMS={stored.teams}".strip())
+        keeps_x = " -DKEEPS_X" if plan.keeps_x else ""
+        program = built(f"{defines} -DPASS={plan.tiles_a_pass} -DTEAMS={stored.teams}{keeps_x}".strip())
         done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{numbers}: {done.stdout} {done.stderr}"
         error, checksum = done.stdout.split()
