@@ -37,13 +37,16 @@ def write(bundle: Bundle, folder: Path) -> None:
     known: set[str] = set()
     held = SHARD_BYTES
     parts = stored_parts(bundle.graph)
-    reads = ((read, parts.get(param.name)) for param in bundle.graph.params for read in recipes.each_leaf(param.recipe))
-    for read, part in reads:
+    reads = ((read, param) for param in bundle.graph.params for read in recipes.each_leaf(param.recipe))
+    for read, param in reads:
         if read.tensor in known:
             continue
         known.add(read.tensor)
         shape = tuple(read.shape)
-        made = _Tensor(read.tensor, read.dtype or bundle.manifest.model.dtype, shape, _role(part, shape))
+        role = _role(parts.get(param.name), shape)
+        # Scales are published as they are held: those of GPTQ in float16, whatever the model's dtype.
+        dtype = param.type.dtype if role == "scales" else bundle.manifest.model.dtype
+        made = _Tensor(read.tensor, read.dtype or dtype, shape, role)
         if held + made.num_bytes > SHARD_BYTES:
             shards.append([])
             held = 0
