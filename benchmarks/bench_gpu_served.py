@@ -2,7 +2,8 @@
 
 Claims: a step by the driver alone takes no longer than one with torch; a model published in few bits takes less time a
 step than in bfloat16, by about as much as it is smaller. All kernels come from native layers. Shapes are published ones
-with random weights; each load is a process of its own, captured before its first step.
+with random weights; each load is a process of its own, captured before its first step. Beside the times are the bytes
+that a step of one sequence moves, and how fast the machine sums 8 GB.
 
     python benchmarks/bench_gpu_served.py --build DIR [SHAPE ...]       # without a GPU: bundles and native layers
     python benchmarks/bench_gpu_served.py --bundles DIR [--backend driver] [--out FILE] [SHAPE ...]
@@ -20,6 +21,8 @@ from typing import Any
 from support import harness
 from support.no_torch import BLOCK
 from support.published_bundles import build, write_checkpoint
+from support.served_steps import PROMPT_TOKENS
+from support.step_floors import bytes_of_one_token
 
 from precast.ir.artifact import Bundle
 
@@ -49,13 +52,20 @@ print(json.dumps(found), flush=True)
 import os
 os._exit(0)
 """
+READ = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from support.gpu_times import read_bytes_per_second
+print(json.dumps({"read_bytes_per_second": round(read_bytes_per_second())}))
+"""
 HERE = str(Path(__file__).parent)
 
 
 def measured(bundle: Path, checkpoint: Path, backends: list[str]) -> dict[str, Any]:
     """By each backend, in turn; the checkpoint is written first, and removed in the end."""
-    digest = Bundle.open(bundle).digest
-    found: dict[str, Any] = {}
+    opened = Bundle.open(bundle)
+    digest = opened.digest
+    found: dict[str, Any] = {"step_bytes": bytes_of_one_token(opened.graph, PROMPT_TOKENS)}
     try:
         write_checkpoint(bundle, checkpoint)
         files = checkpoint.glob("*.safetensors")
@@ -88,7 +98,7 @@ def main() -> None:
             build(arguments.build, shape)
         return
     machine = harness.machine_by_itself()
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = harness.fresh_process(READ, HERE)
     for shape in arguments.shapes:
         backends = arguments.backends or list(BACKENDS)
         try:

@@ -21,6 +21,8 @@ _VIEWS = frozenset(
     f"aten.{name}" for name in ("reshape.default", "slice.Tensor", "transpose.int", "unsqueeze.default", "view.default")
 )
 _WORLD = {"tp": 1, "rank": 0, "ep": 1}
+_EMBEDDINGS = ("precast.embedding", "precast.sharded_embedding")
+_EXPERTS = ("precast.experts", "precast.quantised_experts")
 
 
 class Floor(NamedTuple):
@@ -49,19 +51,32 @@ def floor(graph: Graph, *, tokens: int, sequences: int, length: int, experts: Se
     return Floor(_weight_bytes(graph, tokens, experts), sequences * sum(held), _flops(graph, sizes))
 
 
+def bytes_of_one_token(graph: Graph, length: int) -> int:
+    """What a step of one sequence moves, which has `length` tokens after it."""
+    params, chosen = frozenset(param.name for param in graph.params), list[int]()
+    types = {name: kind for function in (graph, *graph.blocks) for name, kind in types_in(function).items()}
+    for node, _ in _reads(graph, params):
+        if node.op in _EXPERTS:
+            ids = node.args["expert_ids"]
+            assert isinstance(ids, Ref)
+            chosen.append(symbols.evaluate(types[ids.name].shape[-1], _WORLD))
+    found = floor(graph, tokens=1, sequences=1, length=length, experts=chosen)
+    return found.weight_bytes + found.cache_bytes
+
+
 def _weight_bytes(graph: Graph, tokens: int, experts: Sequence[int]) -> int:
     """Each param once, by the node that reads the largest part of it."""
     params = {param.name: param.type for param in graph.params}
     found: dict[str, int] = {}
     layers = iter(experts)
     for node, read in _reads(graph, frozenset(params)):
-        chosen = next(layers) if node.op == "precast.experts" else 0
+        chosen = next(layers) if node.op in _EXPERTS else 0
         for name in read:
             shape = [symbols.evaluate(size, _WORLD) for size in params[name].shape]
             whole = math.prod(shape) * element_bytes(params[name].dtype)
-            if node.op == "precast.embedding":
+            if node.op in _EMBEDDINGS:
                 whole = min(whole, whole // shape[0] * tokens)
-            if node.op == "precast.experts":
+            if node.op in _EXPERTS:
                 whole = whole // shape[0] * chosen
             found[name] = max(found.get(name, 0), whole)
     return sum(found.values())
