@@ -19,7 +19,17 @@ from precast.kernels.gated_activation.gated_activation import gated_activation
 from precast.kernels.gated_linear.records import RECORDS as GATED_RECORDS
 from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear.records import RECORDS, stream
-from precast.kernels.linear.stream_plan import LONG, MAX_ROWS, SHORT, SIXTEEN_BITS, Stored, Way, plan_of
+from precast.kernels.linear.stream_plan import (
+    LONG,
+    MAX_ROWS,
+    SHORT,
+    SIXTEEN_BITS,
+    TILE,
+    Stored,
+    Way,
+    plan_of,
+    plan_that_fits,
+)  # fmt: skip
 from precast.kernels.records import Record
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
@@ -82,6 +92,26 @@ def test_where_the_compiler_is_missing_the_error_says_what_to_install() -> None:
 def test_a_tile_for_each_block_and_none_without() -> None:
     assert [stream("T", outputs, 64, "bfloat16").grid for outputs in (1, 16, 17, 128256)] == [(1,), (1,), (2,), (132,)]
     assert [stream("T", outputs, 64, "bfloat16", gate="silu").grid for outputs in (2, 16, 18)] == [(1,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("way", [LONG, SHORT, Way(piece=2048, kept_bytes=60 << 10, in_flight=36 << 10)], ids=str)
+@pytest.mark.parametrize(
+    "stored", [SIXTEEN_BITS, Stored(8, 1, 128), Stored(8, 2, 128, 128, 4, True), Stored(4, 2, 128, 128, 2, summed=128)],
+    ids=str,
+)  # fmt: skip
+def test_as_much_is_on_its_way_as_there_is_room_for(stored: Stored, way: Way) -> None:
+    """Not more than the way says, but one stage at least."""
+    for rows in (1, 2, 8):
+        for outputs in (16, 300, 4096, 128_256):
+            for inputs in (128, 640, 4096, 14_336):
+                plan = plan_that_fits(way, rows, outputs, inputs, stored=stored)
+                if plan is None:
+                    continue
+                stage = stored.teams * TILE * plan.piece * stored.bits // 8
+                assert 1 <= plan.in_flight <= plan.stages
+                assert plan.in_flight == 1 or plan.in_flight * stage <= way.in_flight
+                assert plan.in_flight == plan.stages or (plan.in_flight + 1) * stage > way.in_flight * 0.98
+                assert plan.shared_bytes <= BLOCK_BYTES
 
 
 # --- its source on a CPU -----------------------------------------------------------------------------------------

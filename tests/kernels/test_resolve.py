@@ -114,6 +114,14 @@ OF_TOKENS = "T is 65, it takes 0 to 8"
 # --- the layer ---------------------------------------------------------------------------------------------------
 
 
+def test_an_op_is_found_where_its_records_are() -> None:
+    """Each op names the folders that have records of it, so that others need not be imported."""
+    for record in all_records():
+        for version in record.op_versions:
+            own = [each for each in all_records() if each.op == record.op and version in each.op_versions]
+            assert list(records_of(record.op, version)) == own
+
+
 def test_steps_of_many_tokens() -> None:
     new, old = (resolve(uses(target)["y"], {"T": 65, "B": 1}).reason for target in (GPU, OLD))
 
