@@ -1,7 +1,8 @@
-// How the warps of stream.cu that multiply put x into shared memory as they read it: for weights of 16 bits as it is.
+// How the warps of stream.cu that multiply prepare x for weights in few bits: in a word's order, and with sums.
 //
-// stream.cu, in the middle of which this is included, has the defines and what comes of them, and stream_products.cuh
-// says what products want. x is shared out in chunks, of 16 bytes.
+// stream.cu, in the middle of which this is included, has the defines and what comes of them; stream_products.cuh says
+// what products want. The threads share x out in chunks of 16 bytes: with KEEPS_X of all of x, which they bring from
+// memory, else of a piece that has come.
 
 #pragma once
 
@@ -45,8 +46,8 @@ __device__ __forceinline__ void prepare(u32 (&x)[4]) {
 #endif
 }
 
-// Stores a chunk as it is multiplied, and the sums of those that its warp has. All lanes are here; x is 0 where there is
-// none.
+// Stores a chunk as it is multiplied, and the sums of those that its warp has. All lanes are here; x is 0 where there
+// is none.
 __device__ __forceinline__ void store_chunk(u32 (&x)[4], const Chunk& chunk) {
   const int lane = threadIdx.x % 32, group = lane / (SUMMED / CHUNK);
   float sum = 0;
@@ -80,7 +81,8 @@ struct Keeper {
   Chunk chunks[AT_ONCE];
 
   // While the kernel in front still runs: what can be computed without x.
-  __device__ Keeper(u32 x_rows, const Input* x, i64 row_stride, i64 stride, int rows, int inputs, int x_pitch, int x_width)
+  __device__ Keeper(
+      u32 x_rows, const Input* x, i64 row_stride, i64 stride, int rows, int inputs, int x_pitch, int x_width)
       : x(x), row_stride(row_stride), stride(stride), x_rows(x_rows), each(inputs / CHUNK), all(rows * each),
         x_pitch(x_pitch), x_width(x_width) {
     lies_apart = stride != 1 || (u64)x % 16 != 0 || (rows > 1 && row_stride * sizeof(Input) % 16 != 0);
@@ -140,7 +142,8 @@ __device__ __forceinline__ void prepare_x(u32 x_piece, int rows, int length, int
 #pragma unroll 1
   for (int first = 0; first < rows * each; first += TAKERS) {
     const int index = first + threadIdx.x, row = index / each, k = (index - row * each) * CHUNK;
-    Chunk own = {nullptr, x_piece + row * x_pitch + k * (u32)sizeof(Input), x_sums_at(x_piece, row, k, x_pitch, x_width)};
+    const u32 at = x_piece + row * x_pitch + k * (u32)sizeof(Input);
+    Chunk own = {nullptr, at, x_sums_at(x_piece, row, k, x_pitch, x_width)};
     u32 words[4] = {};
     if (row < rows) load_words(words, own.to);
     else own.to = 0;

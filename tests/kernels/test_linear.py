@@ -29,7 +29,7 @@ from precast.kernels.linear.stream_plan import (
     Way,
     plan_of,
     plan_that_fits,
-)  # fmt: skip
+)
 from precast.kernels.records import Record
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
