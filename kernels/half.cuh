@@ -18,6 +18,12 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
+// The same, each transposed.
+__device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
+}
+
 #ifdef FLOAT16
 #define MMA_TYPES "f32.f16.f16.f32"
 #else
@@ -74,6 +80,23 @@ __device__ __forceinline__ Element rounded(float value) {
   return narrow;
 }
 
+// Two neighbours.
+__device__ __forceinline__ u32 rounded(float first, float second) {
+  u32 both;
+#ifdef FLOAT16
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+#endif
+  return both;
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -111,6 +134,15 @@ __device__ __forceinline__ u64 read_once_policy() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+
+// Of copies of 16 bytes, which a thread asks for in groups.
+__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last PENDING groups of this thread's copies have arrived.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // In bulk, of memory that is read once, or several times; the barrier counts the bytes.

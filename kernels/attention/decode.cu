@@ -76,19 +76,6 @@ __device__ __forceinline__ void copy_piece(u32 to, const Stored* from, u32 bytes
           "r"(to), "l"(from), "r"(bytes), "r"((u32)wanted) : "memory");
 }
 
-__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the last PENDING groups of this thread's copies have arrived.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-}
-
 // Of an 8 x 8 matrix of elements, of which each lane has two neighbours of a row.
 __device__ __forceinline__ u32 transposed(u32 matrix) {
   u32 found;
@@ -103,22 +90,6 @@ __device__ __forceinline__ u32 rounded_to_float16(float first, float second) {
   u32 both;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
   return both;
-}
-
-__device__ __forceinline__ u32 rounded(float first, float second) {
-#ifdef FLOAT16
-  return rounded_to_float16(first, second);
-#else
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  return both;
-#endif
-}
-
-__device__ __forceinline__ float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 __device__ __forceinline__ float reciprocal(float x) {

@@ -55,6 +55,7 @@
 
 #include "half.cuh"
 #include "few_bits.cuh"
+#include "ring.cuh"
 
 #if defined(FLOAT8) || defined(INT8) || defined(PACKED8)
 #define IN_FEW_BITS
@@ -212,19 +213,6 @@ struct Plan {
   int scale_slots;        // tiles of a team whose scales are there, if they lie in groups
 
   __device__ int length(int index, int inputs) const { return min(piece, inputs - index * piece); }
-};
-
-// A place in a ring: whoever walks it meets each barrier in one phase after the other.
-struct Place {
-  int at;
-  u32 parity;
-
-  __device__ __forceinline__ void advance(int length) {
-    if (++at == length) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 #ifdef GROUP

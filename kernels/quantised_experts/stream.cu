@@ -52,6 +52,7 @@
 
 #include "half.cuh"
 #include "few_bits.cuh"
+#include "ring.cuh"
 
 constexpr int TILE = 16;              // rows of w in a tile
 constexpr int EIGHTS = COLUMNS / 8;   // of rows of x in an item
@@ -156,19 +157,6 @@ struct alignas(128) Head {
   alignas(16) Sums sums[BUFFERS];
 };
 static_assert(sizeof(Head) == 256 + 24 * MOST_PAIRS + 2048 * COLUMNS, "as streamed.py has it");
-
-// A place in a ring: whoever walks it meets each barrier in one phase after the other.
-struct Place {
-  int at;
-  u32 parity;
-
-  __device__ __forceinline__ void advance(int length) {
-    if (++at == length) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // All threads: the pairs in the order of experts, and of their numbers, and the items. What is no expert's is left out.
 __device__ __forceinline__ void put_into_order(Head& head, const i64* ids, i64 token_stride, i64 stride, int pairs) {

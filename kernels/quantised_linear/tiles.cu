@@ -49,6 +49,7 @@
 
 #include "half.cuh"
 #include "few_bits.cuh"
+#include "ring.cuh"
 
 constexpr int TILE = 128;                       // rows of w in a tile
 constexpr int WINDOW = 128;                     // k that four threads read of a row at once
@@ -281,18 +282,6 @@ struct Units {
   // The blocks that have the first and the last unit of a tile.
   __device__ __forceinline__ int first_of(int tile) const { return block_with(tile * stages); }
   __device__ __forceinline__ int last_of(int tile) const { return block_with((tile + 1) * stages - 1); }
-};
-
-struct Place {
-  int at;
-  u32 parity;
-
-  __device__ __forceinline__ void advance(int length) {
-    if (++at == length) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 struct Weight {

@@ -63,29 +63,7 @@ typedef Element Sink;
 
 struct Piece { u32 words[4]; };
 
-__device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
-}
-
 __device__ __forceinline__ float widened(float value) { return value; }
-
-// Two neighbours, rounded.
-__device__ __forceinline__ u32 rounded(float first, float second) {
-  u32 both;
-#ifdef FLOAT16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-#endif
-  return both;
-}
-
-__device__ __forceinline__ float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ void store_word(u32 to, u32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
@@ -104,14 +82,6 @@ __device__ __forceinline__ u32 load_word(u32 from) {
 // 16 bytes, of which `bytes` are read, 0 or 16; the others are zeros.
 __device__ __forceinline__ void copy_piece(u32 to, const Element* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the last PENDING groups of this thread's copies have arrived.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 __device__ __forceinline__ void store_piece(u32 to, const Piece& x) {

@@ -43,14 +43,6 @@ __device__ __forceinline__ void copy_piece(u32 to, const Element* from, bool wan
           "r"(to), "l"(from), "r"((u32)wanted) : "memory");
 }
 
-__device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the last PENDING groups of this thread's copies have arrived.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 // So that it is near when it is loaded.
 __device__ __forceinline__ void ask_early(const int* number) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(number));

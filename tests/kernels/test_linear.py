@@ -118,7 +118,7 @@ def test_as_much_is_on_its_way_as_there_is_room_for(stored: Stored, way: Way) ->
 
 PTX = "// --- what PTX has and C++ has not"
 HALF, FEW_BITS_HEADER = '#include "half.cuh"\n', '#include "few_bits.cuh"\n'
-PARTS = ("linear/stream_products.cuh", "linear/stream_inputs.cuh")
+PARTS = ("ring.cuh", "linear/stream_products.cuh", "linear/stream_inputs.cuh")
 
 
 def without_ptx(source: str, plain: str) -> str:

@@ -156,10 +156,13 @@ PTX = "// --- what PTX has and C++ has not"
 
 
 def plain(source: str) -> str:
-    """Without headers and PTX."""
+    """Without PTX, and headers of it."""
     begin = source.index(PTX)
     source = source[:begin] + source[source.index("// ---", begin + len(PTX)) :]
-    source = re.sub(r'^#include ".*"$', "", source, flags=re.MULTILINE).replace('extern "C"', "")
+    ring = (HERE.parents[1] / "kernels" / "ring.cuh").read_text("utf-8").replace("#pragma once", "")
+    source = re.sub(r'^#include ".*"$', "", source.replace('#include "ring.cuh"\n', ring), flags=re.MULTILINE).replace(
+        'extern "C"', ""
+    )
     return source.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
 
 

@@ -740,6 +740,7 @@ def test_a_digest_is_that_of_the_sources_that_run() -> None:
             [
                 "/few_bits.cuh",
                 "/half.cuh",
+                "/ring.cuh",
                 ".linear/stream_inputs.cuh",
                 ".linear/stream_products.cuh",
             ],

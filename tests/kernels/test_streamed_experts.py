@@ -127,6 +127,8 @@ def plain(source: str) -> str:
     begin = source.index(PTX)
     found = source[:begin] + source[source.index("// ---", begin + len(PTX)) :]
     found = found.replace('#include "half.cuh"\n', "").replace('#include "few_bits.cuh"\n', "")
+    ring = (Path(__file__).parents[2] / "kernels" / "ring.cuh").read_text(encoding="utf-8")
+    found = found.replace('#include "ring.cuh"\n', ring)
     found = found.replace('extern "C"', "").replace("#pragma once", "")
     return found.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
 
