@@ -50,6 +50,7 @@
 #include "half.cuh"
 #include "few_bits.cuh"
 #include "ring.cuh"
+#include "warp_group.cuh"
 
 constexpr int TILE = 128;                       // rows of w in a tile
 constexpr int WINDOW = 128;                     // k that four threads read of a row at once
@@ -88,10 +89,6 @@ __device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u64
                : "memory");
 }
 
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void load_words(u32 (&to)[4], u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
@@ -110,49 +107,6 @@ __device__ __forceinline__ u32 counted(u32* counter) {
 }
 
 __device__ __forceinline__ void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
-// Registers go from the warps that copy to those that multiply.
-__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
-
-// What lies in registers is the tensor cores' from here on, and ours again where all but `left` batches are done.
-__device__ __forceinline__ void let_products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int left>
-__device__ __forceinline__ void wait_for_batches() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
-}
-
-#ifdef FLOAT16
-#define TYPES "f32.f16.f16"
-#else
-#define TYPES "f32.bf16.bf16"
-#endif
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-#define PRODUCT(n, sums, a, b, p, ...)                                                                             \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, " p ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16." TYPES          \
-               " {" sums "}, {" a "}, " b ", p, 1, 1, 0; }"                                                         \
-               : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "r"(adds))
-#define S8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define S16 S8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define S32 S16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define S64 S32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51" \
-  ", %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-// sums[64 x WIDTH] (+)= a[64 x 16] * x[16 x WIDTH], by a warp group; `x` describes where that lies in shared memory.
-__device__ __forceinline__ void multiply(float* d, const u32 (&a)[4], u64 x, int adds) {
-  const u32 a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
-  if constexpr (WIDTH == 16) {
-    PRODUCT(16, S8, "%8, %9, %10, %11", "%12", "%13", D4(0), D4(4));
-  } else if constexpr (WIDTH == 32) {
-    PRODUCT(32, S16, "%16, %17, %18, %19", "%20", "%21", D16(0));
-  } else if constexpr (WIDTH == 64) {
-    PRODUCT(64, S32, "%32, %33, %34, %35", "%36", "%37", D16(0), D16(16));
-  } else {
-    PRODUCT(128, S64, "%64, %65, %66, %67", "%68", "%69", D16(0), D16(16), D16(32), D16(48));
-  }
-}
 
 // --- values ----------------------------------------------------------------------------------------------------------
 
@@ -458,7 +412,7 @@ __device__ __forceinline__ void add_parts(
 
 // Where the tensor cores find a product's part of a stage of x: eights of rows are 128 bytes apart, and its halves as
 // many bytes as all rows of one have.
-__device__ __forceinline__ u64 described(u32 address) {
+__device__ __forceinline__ u64 described_halves(u32 address) {
   return (u64)(address >> 4 & 0x3fff) | (u64)COLUMNS << 16 | (u64)8 << 32;
 }
 
@@ -520,13 +474,13 @@ __device__ __forceinline__ void multiply_tiles(
           make_values(a[batch], words, scales, window, batch * BATCH);
           const int in_stage = batch * BATCH % X_PRODUCTS;
           if (in_stage == 0) barrier_wait(x_ring.full + x_place.at * 8, x_place.parity);
-          const u64 x = described(x_ring.begin + x_place.at * X_STAGE) + in_stage * 2 * COLUMNS;
+          const u64 x = described_halves(x_ring.begin + x_place.at * X_STAGE) + in_stage * 2 * COLUMNS;
           let_products_begin();
 #pragma unroll
           for (int i = 0; i < BATCH; i++) {
 #pragma unroll
             for (int j = 0; j < TIMES; j++)
-              multiply(target + j * (WIDTH / 2), a[batch][i], x + i * 2 * COLUMNS + j * WIDTH, adds);
+              multiply_group<WIDTH>(target + j * (WIDTH / 2), a[batch][i], x + i * 2 * COLUMNS + j * WIDTH, adds);
             adds = 1;
           }
           end_batch();

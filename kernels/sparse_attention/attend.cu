@@ -19,27 +19,24 @@
 //   COUNT, PAGE_SIZE           entries of a token, and tokens of a page
 //   SCALE                      of the scores
 //   SINKS, SINKS_FLOAT32       there are sinks; they have the elements' type, or are float32
-//   ROWS                       32 or 64
+//   ROWS                       32
 //   CLUSTER, STAGES            CTAs of a cluster, and tiles in the ring
 //   PARTS                      there are several clusters for a token's heads, and these leave parts
 //   VALUE, ASKS_FOR_WEIGHT     elements of a value; asks for what the next product multiplies by, of `weight`
 //                              [HEADS * (NOPE + VALUE), LATENT], while there is little else to read
 
 #include "half.cuh"
+#include "sparse_attention/token.cuh"
+#include "sparse_attention/found.cuh"
 
-constexpr int TILE = 64;                               // entries
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int WIDTH = LATENT + ROPE;
-constexpr int PIECES = WIDTH / 8;                      // of 16 bytes, of a key
+constexpr int WARPS = MULTIPLYING / 32;
 constexpr int ROW_TILES = ROWS / 16;                   // each of as many warps in the first product
 constexpr int KEY_GROUPS = WARPS / ROW_TILES;          // of a tile, each of a warp for each row tile
 constexpr int OWN_KEYS = TILE / KEY_GROUPS;
 constexpr int OWN_SIZE = LATENT / WARPS;               // of a warp in the second product
+constexpr int OWN_ENTRIES = TILE / WARPS;             // which a warp brings
 constexpr int KEY_PITCH = (PIECES | 1) * 16;           // ldmatrix finds 8 rows in different banks
 constexpr int STAGE_BYTES = TILE * KEY_PITCH;
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float FACTOR = SCALE * LOG2_E;
-constexpr float NONE = -3e38f;                         // the score of an entry that is no key of the token
 static_assert(PIECES % 8 == 0 && LATENT % (16 * WARPS) == 0 && OWN_KEYS % 16 == 0, "whole tiles");
 
 // Where things are in shared memory, in bytes.
@@ -49,124 +46,14 @@ constexpr u32 WEIGHTS = QUERIES + ROWS * PIECES * 16;
 constexpr u32 HIGHEST = WEIGHTS + ROWS * TILE * 2;     // of each row, by group of keys; in the end their total weights
 constexpr u32 FADES = HIGHEST + KEY_GROUPS * ROWS * 4;
 constexpr u32 EXISTS = FADES + ROWS * 4;               // of each stage a bit for each of the 64
-// And in the end, where the ring was: sums that the CTA joins, of each CTA; and of each row highest score and total.
-constexpr u32 JOINED = RING;
-constexpr u32 OF_ROWS = QUERIES;
-
-#ifdef SINKS_FLOAT32
-typedef float Sink;
-#else
-typedef Element Sink;
-#endif
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
-
-struct Piece { u32 words[4]; };
-
-__device__ __forceinline__ float widened(float value) { return value; }
-
-__device__ __forceinline__ void store_word(u32 to, u32 x) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
-}
 
 __device__ __forceinline__ void store_byte(u32 to, u32 x) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
-__device__ __forceinline__ u32 load_word(u32 from) {
-  u32 x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
-  return x;
-}
-
-// 16 bytes, of which `bytes` are read, 0 or 16; the others are zeros.
-__device__ __forceinline__ void copy_piece(u32 to, const Element* from, u32 bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void store_piece(u32 to, const Piece& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]),
-               "r"(x.words[3]) : "memory");
-}
-
-// Of a CTA of the cluster.
-__device__ __forceinline__ u32 load_far(u32 from, u32 rank) {
-  u32 x;
-  asm volatile("{ .reg .u32 far; mapa.shared::cluster.u32 far, %1, %2; ld.shared::cluster.u32 %0, [far]; }"
-               : "=r"(x) : "r"(from), "r"(rank) : "memory");
-  return x;
-}
-
-__device__ __forceinline__ void store_far(u32 to, u32 rank, float a, float b) {
-  asm volatile("{ .reg .u32 far; mapa.shared::cluster.u32 far, %0, %1; st.shared::cluster.v2.f32 [far], {%2, %3}; }" ::
-                   "r"(to), "r"(rank), "f"(a), "f"(b) : "memory");
-}
-
-// What a thread wrote before it meets the others, they read afterwards.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// So that it is in the L2 cache when it is read.
-__device__ __forceinline__ void ask_early(const Element* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // --- entries ---------------------------------------------------------------------------------------------------------
-
-struct Lists {
-  const int *cu_seqlens, *kv_lens, *page_indices, *page_indptr, *page_start;
-};
-
-// Keys are counted from the first that is kept.
-struct Seen {
-  const int* pages;    // there is one, whatever it says, where the token sees no key
-  int start, count;    // the number of the first, and how many the token sees
-};
-
-__device__ __forceinline__ Seen seen_by(int token, int num_seqs, const Lists& lists) {
-  int seq = 0;    // sequences that end before the token; padding belongs to one more, without keys
-  for (int first = 0; first < num_seqs; first += 32) {
-    const int b = first + threadIdx.x % 32;
-    seq += __popc(__ballot_sync(0xffffffff, b < num_seqs && lists.cu_seqlens[min(b, num_seqs - 1) + 1] <= token));
-  }
-  if (seq >= num_seqs) return {lists.cu_seqlens, 0, 0};
-  const int start = lists.page_start[seq], first_page = lists.page_indptr[seq], end_page = lists.page_indptr[seq + 1];
-  const int visible = lists.kv_lens[seq] - start - (lists.cu_seqlens[seq + 1] - token) + 1;
-  const int count = min(visible, (end_page - first_page) * PAGE_SIZE);
-  return {count > 0 ? lists.page_indices + first_page : lists.cu_seqlens, start, count};
-}
-
-struct Cache {
-  const Element* rows;
-  i64 stride_p, stride_s;
-};
-
-// A key of the token, -1 where an entry is none, and its page, which is loaded and not looked at.
-struct Key {
-  int number, page;
-};
-
-__device__ __forceinline__ Key key_of(int entry, const Seen& seen) {
-  const int number = entry - seen.start;
-  const bool is_seen = number >= 0 && number < seen.count;
-  return {is_seen ? number : -1, seen.pages[is_seen ? number / PAGE_SIZE : 0]};
-}
-
-// Of an entry that is no key, some row.
-__device__ __forceinline__ const Element* row_of(const Key& key, const Cache& cache) {
-  return cache.rows + (key.number < 0 ? 0 : key.page * cache.stride_p + key.number % PAGE_SIZE * cache.stride_s);
-}
-
-// A warp has some entries of each tile: its first lanes have one each.
-constexpr int OWN_ENTRIES = TILE / WARPS;
-
-// The lane's entry of a tile; -1 if it has none.
-__device__ __forceinline__ int entry_of(const int* selected, i64 stride, int tile, int end) {
-  const int lane = threadIdx.x % 32, at = tile * TILE + threadIdx.x / 32 * OWN_ENTRIES + lane;
-  const bool exists = lane < OWN_ENTRIES && tile < end && at < COUNT;
-  return exists ? selected[at * stride] : -1;
-}
 
 // Has the rows of the warp's entries brought to a stage, piece by piece; zeros in the place of those that are no keys.
 __device__ __forceinline__ void copy_rows(u32 base, int stage, const Key& key, const Cache& cache) {
@@ -185,39 +72,8 @@ __device__ __forceinline__ void copy_rows(u32 base, int stage, const Key& key, c
   if (lane == 0) store_byte(base + EXISTS + stage * 8 + warp, exists);
 }
 
-// --- queries ---------------------------------------------------------------------------------------------------------
-
 // Pieces of 8 rows that are loaded together are in different banks.
 __device__ __forceinline__ u32 piece_at(int row, int pieces, int piece) { return (row * pieces + (piece ^ row % 8)) * 16; }
-
-struct Given {
-  const Element *latent, *rope;    // of the CTA's first row; the latents lie side by side
-  i64 stride_h, stride_d;          // of the rope part
-};
-
-__device__ __forceinline__ void load_queries(u32 to, const Given& given, int num_rows) {
-  const bool in_pieces = given.stride_d == 1 && ((u64)given.rope | (u64)(2 * given.stride_h)) % 16 == 0;
-#pragma unroll
-  for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
-    const int row = i / PIECES, piece = i % PIECES;
-    const bool is_latent = piece < LATENT / 8;
-    const Element* from = is_latent ? given.latent + row * LATENT + piece * 8
-                                    : given.rope + row * given.stride_h + (piece * 8 - LATENT) * given.stride_d;
-    const u32 at = to + piece_at(row, PIECES, piece);
-    if (row < num_rows && (is_latent || in_pieces)) {
-      copy_piece(at, from, 16);
-      continue;
-    }
-    Piece found = {0, 0, 0, 0};
-    if (row < num_rows) {
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        found.words[j] = from[2 * j * given.stride_d] | (u32)from[(2 * j + 1) * given.stride_d] << 16;
-    }
-    store_piece(at, found);
-  }
-  end_group_of_copies();
-}
 
 // --- a tile ----------------------------------------------------------------------------------------------------------
 
@@ -281,7 +137,7 @@ __device__ __forceinline__ void weigh(Softmax& softmax, float (&scores)[KEY_TILE
     if (lane % 4 == 0)
       store_word(base + HIGHEST + (group * ROWS + row + lane / 4 + j * 8) * 4, __float_as_uint(highest[j]));
   }
-  __syncthreads();
+  sync_multiplying_warps();
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int own = row + lane / 4 + j * 8;
@@ -338,25 +194,6 @@ __device__ __forceinline__ void add_latents(Sums& sums, u32 base, int stage, int
   }
 }
 
-// --- what a CTA found ------------------------------------------------------------------------------------------------
-
-struct Results {
-  Element* y;          // [T, HEADS, LATENT]
-  float* partial;      // [T, HEADS, parts, LATENT]
-  float* weights;      // [T, HEADS, parts, 2]: highest scores and total weights
-  i64 num_parts, part;
-};
-
-// Of two neighbours of a row.
-__device__ __forceinline__ void write(const Results& to, i64 row, int element, float a, float b, float total) {
-#ifdef PARTS
-  *(float2*)(to.partial + (row * to.num_parts + to.part) * LATENT + element) = {a, b};
-#else
-  const float factor = total == 0 ? 0 : 1 / total;
-  *(u32*)(to.y + row * LATENT + element) = rounded(a * factor, b * factor);
-#endif
-}
-
 // Of each row the highest score and the total weight of the CTA, by row.
 __device__ __forceinline__ void tell_rows(const Softmax& softmax, u32 base, int row, int group) {
   const int lane = threadIdx.x % 32;
@@ -369,99 +206,18 @@ __device__ __forceinline__ void tell_rows(const Softmax& softmax, u32 base, int 
     if (lane % 4 == 0) store_word(base + HIGHEST + (group * ROWS + own) * 4, __float_as_uint(total));
     if (lane % 4 == 0 && group == 0) store_word(base + FADES + own * 4, __float_as_uint(softmax.highest[j]));
   }
-  __syncthreads();
+  sync_multiplying_warps();
   if (threadIdx.x < ROWS) {
     float total = 0;
 #pragma unroll
     for (int i = 0; i < KEY_GROUPS; i++)
       total += __uint_as_float(load_word(base + HIGHEST + (i * ROWS + threadIdx.x) * 4));
-    store_word(base + OF_ROWS + threadIdx.x * 8, load_word(base + FADES + threadIdx.x * 4));
-    store_word(base + OF_ROWS + threadIdx.x * 8 + 4, __float_as_uint(total));
+    store_word(base + QUERIES + threadIdx.x * 8, load_word(base + FADES + threadIdx.x * 4));
+    store_word(base + QUERIES + threadIdx.x * 8 + 4, __float_as_uint(total));
   }
 }
 
-// Of each row what the CTA's sums are to be multiplied with, in FADES, and the total weight of all CTAs, in HIGHEST; and
-// where they are parts, the weight of these. A thread for each row.
-__device__ __forceinline__ void join_rows(const Results& to, u32 base, i64 row, int num_rows, u32 rank) {
-  if (threadIdx.x >= ROWS) return;
-  const u32 own = base + OF_ROWS + threadIdx.x * 8;
-  float highest[CLUSTER], totals[CLUSTER], most = NONE, total = 0;
-#pragma unroll
-  for (u32 other = 0; other < CLUSTER; other++) {
-    highest[other] = __uint_as_float(load_far(own, other));
-    totals[other] = __uint_as_float(load_far(own + 4, other));
-  }
-#pragma unroll
-  for (u32 other = 0; other < CLUSTER; other++) most = max(most, highest[other]);
-  const float reference = most == NONE ? 0 : most;
-#pragma unroll
-  for (u32 other = 0; other < CLUSTER; other++) {
-    const float fade = power_of_2(highest[other] - reference);
-    total += totals[other] * fade;
-    if (other == rank) store_word(base + FADES + threadIdx.x * 4, __float_as_uint(fade));
-  }
-  store_word(base + HIGHEST + threadIdx.x * 4, __float_as_uint(total));
-#ifdef PARTS
-  if (rank == 0 && threadIdx.x < num_rows) {
-    float* at = to.weights + ((row + threadIdx.x) * to.num_parts + to.part) * 2;
-    at[0] = most;
-    at[1] = total;
-  }
-#endif
-}
-
-// Each CTA joins as much of all latents, and is given that of the others. `row`: the number of the CTA's first.
-__device__ __forceinline__ void join(const Sums& sums, const Results& to, u32 base, i64 row, int num_rows, u32 rank) {
-  constexpr int SHARE = LATENT / CLUSTER;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp * OWN_SIZE;
-  meet_cluster();    // all have told of their rows, and nobody needs the ring
-  join_rows(to, base, row, num_rows, rank);
-  __syncthreads();
-#pragma unroll
-  for (int tile = 0; tile < ROW_TILES; tile++)
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int own = tile * 16 + lane / 4 + j * 8;
-      const float fade = __uint_as_float(load_word(base + FADES + own * 4));
-      const float total = __uint_as_float(load_word(base + HIGHEST + own * 4));
-#pragma unroll
-      for (int i = 0; i < OWN_SIZE / 8; i++) {
-        const int element = first + i * 8 + lane % 4 * 2;
-        const float a = sums[tile][i][2 * j] * fade, b = sums[tile][i][2 * j + 1] * fade;
-        if (CLUSTER == 1) {
-          if (own < num_rows) write(to, row + own, element, a, b, total);
-        } else {
-          store_far(base + JOINED + ((rank * ROWS + own) * SHARE + element % SHARE) * 4, element / SHARE, a, b);
-        }
-      }
-    }
-  if (CLUSTER == 1) return;
-  meet_cluster();
-#pragma unroll 2
-  for (int i = threadIdx.x; i < num_rows * SHARE / 2; i += THREADS) {
-    const int own = i / (SHARE / 2), element = i % (SHARE / 2) * 2;
-    float a = 0, b = 0;
-#pragma unroll
-    for (int other = 0; other < CLUSTER; other++) {
-      const u32 at = base + JOINED + ((other * ROWS + own) * SHARE + element) * 4;
-      a += __uint_as_float(load_word(at));
-      b += __uint_as_float(load_word(at + 4));
-    }
-    write(to, row + own, rank * SHARE + element, a, b, __uint_as_float(load_word(base + HIGHEST + own * 4)));
-  }
-}
-
-// The rows of the weight that make values, of some heads for each CTA.
-__device__ __forceinline__ void ask_for_values(const Element* weight) {
-  constexpr int ROWS_AT_ONCE = 8;
-  const int cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z), ctas = gridDim.x * gridDim.y * gridDim.z;
-  const int row = threadIdx.x * ROWS_AT_ONCE;
-  if (row >= VALUE) return;
-  for (int head = cta; head < HEADS; head += ctas)
-    ask_early(weight + ((i64)head * (NOPE + VALUE) + NOPE + row) * LATENT, min(ROWS_AT_ONCE, VALUE - row) * LATENT * 2);
-}
-
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) attend_selected(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MULTIPLYING) attend_selected(
     Element* y, float* partial, float* weights, const Element* q_latent, const Element* q, const Element* keys,
     const int* selected, const Sink* sinks, const int* cu_seqlens, const int* kv_lens, const int* page_indices,
     const int* page_indptr, const int* page_start, i64 num_seqs, i64 num_parts, i64 q_stride_t, i64 q_stride_h,
@@ -485,7 +241,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   selected += token * selected_stride_t;
   // Entries are loaded a tile before the pages of their keys, and pages before a tile whose end has the copies: nothing
   // waits for either.
-  const auto entry_in = [&](int tile) { return entry_of(selected, selected_stride_m, tile, end); };
+  const auto entry_in = [&](int tile) { return entry_of<OWN_ENTRIES>(selected, selected_stride_m, tile, end, warp); };
   int entries[STAGES + 1];
 #pragma unroll
   for (int i = 0; i <= STAGES; i++) entries[i] = entry_in(first + i);
@@ -493,9 +249,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
   for (int i = 0; i < STAGES; i++) keys_of_tile[i] = key_of(entries[i], seen);
   int next_entry = entries[STAGES];    // of tile + STAGES
-  load_queries(base + QUERIES,
-               {q_latent + (token * HEADS + head) * LATENT, q + token * q_stride_t + head * q_stride_h + NOPE * q_stride_d,
-                q_stride_h, q_stride_d}, num_rows);
+  load_queries(
+      {q_latent + (token * HEADS + head) * LATENT, q + token * q_stride_t + head * q_stride_h + NOPE * q_stride_d,
+       q_stride_h, q_stride_d},
+      num_rows, [&](int row, int piece) { return base + QUERIES + piece_at(row, PIECES, piece); });
   // A group of copies for the queries and one for each stage, if there is a tile for it or not.
 #pragma unroll
   for (int i = 0; i < STAGES; i++)
@@ -504,7 +261,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     else
       end_group_of_copies();
   wait_for_copies<STAGES - 1>();
-  __syncthreads();
+  sync_multiplying_warps();
 
   const int row = warp % ROW_TILES * 16, key = warp / ROW_TILES * OWN_KEYS;    // in the first product
   Softmax softmax = {{NONE, NONE}, {0, 0}};
@@ -531,21 +288,23 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       float scores[KEY_TILES][4];
       multiply_keys(scores, base, stage, row, key);
       weigh(softmax, scores, base, stage, row, key);
-      __syncthreads();
+      sync_multiplying_warps();
       add_latents(sums, base, stage, warp * OWN_SIZE);
     }
     if (STAGES > 1) wait_for_copies<STAGES < 2 ? 0 : STAGES - 2>();    // of the next tile
-    __syncthreads();
+    sync_multiplying_warps();
     if (tile + STAGES < end)
       copy_rows(base, stage, next_key, cache);
     else
       end_group_of_copies();
     if (STAGES == 1) {
       wait_for_copies<0>();
-      __syncthreads();
+      sync_multiplying_warps();
     }
     if (++stage == STAGES) stage = 0;
   }
   tell_rows(softmax, base, row, key / OWN_KEYS);
-  join(sums, {y, partial, weights, num_parts, (i64)blockIdx.x / CLUSTER}, base, token * HEADS + head, num_rows, rank);
+  // Where the ring was, and the queries.
+  join(sums, 0, warp * OWN_SIZE, {y, partial, weights, num_parts, (i64)blockIdx.x / CLUSTER},
+       {base + RING, base + QUERIES, base + FADES, base + HIGHEST}, token * HEADS + head, num_rows, rank);
 }

@@ -1,4 +1,4 @@
-"""The launches of `attend.cu`: attention to selected latents on Hopper. No torch."""
+"""The launches of `attend.cu` and `attend_groups.cu`: attention to selected latents on Hopper. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ NUM_SMS = 132
 TILE = 64
 """Entries that a block takes at a time."""
 WARPS = 8
-"""Of a block."""
-FEW_ROWS, MANY_ROWS = 32, 64
-"""Heads of a block: few of one token's alone, for which there are no more tiles than blocks."""
+"""Of a block, that multiply."""
+FEW_ROWS, GROUP_ROWS = 32, 64
+"""Heads of a block. Warp groups multiply 64, but not those of one token alone, for which there are no more tiles than
+blocks."""
 MOST_TOKENS = (1, 2, 4, 8, 16, 32)
 """Of a step, at the ends of ranges in which a token is divided among as many blocks."""
 MOST_CLUSTER, MOST_STAGES = 2, 2
@@ -34,6 +35,11 @@ class Attend(NamedTuple):
     cluster: int
     parts: int
     stages: int
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether warp groups multiply, with four warps beside them that copy."""
+        return self.rows == GROUP_ROWS
 
 
 TAKES = (
@@ -67,13 +73,20 @@ def ranges() -> Iterator[tuple[int, int | None]]:
 
 def attend_of(use: Use, tokens: int | None) -> Attend:
     """For steps of up to so many tokens: as many blocks as leaves each a multiprocessor, but no more than tiles."""
-    rows = MANY_ROWS if tokens != 1 and known(use, "q", 2) > FEW_ROWS else FEW_ROWS
+    in_groups = tokens != 1 and known(use, "q", 2) > FEW_ROWS and _fits_groups(use)
+    rows = GROUP_ROWS if in_groups else FEW_ROWS
     groups = -(-known(use, "q", 2) // rows)
     tiles = -(-known(use, "selected", 2) // TILE)
     blocks = min(tiles, NUM_SMS // ((tokens or NUM_SMS) * groups))
     blocks = 1 << max(blocks, 1).bit_length() - 1
     cluster = min(blocks, MOST_CLUSTER)
-    return Attend(rows, cluster, blocks // cluster, min(MOST_STAGES, -(-tiles // blocks)))
+    stages = MOST_STAGES if in_groups else min(MOST_STAGES, -(-tiles // blocks))
+    return Attend(rows, cluster, blocks // cluster, stages)
+
+
+def _fits_groups(use: Use) -> bool:
+    latent = known(use, "weight", 1)
+    return latent in (128, 256, 512) and known(use, "cache", 2) - latent == 64
 
 
 def workspace(use: Use, *, tokens: int | None) -> Expr:
@@ -92,8 +105,9 @@ def launches(use: Use, *, tokens: int | None) -> tuple[Launch, ...]:
 def attend_launch(use: Use, how: Attend) -> Launch:
     """Each token for itself."""
     sizes, has_sinks = sizes_of(use), use.has("sinks")
+    file = "attend_groups" if how.in_groups else "attend"
     return Launch(
-        kernel="precast.kernels.sparse_attention/attend.cu:attend_selected",
+        kernel=f"precast.kernels.sparse_attention/{file}.cu:attend_selected",
         grid=(how.cluster * how.parts, -(-sizes.heads // how.rows), use.shape("q")[1]),
         args=(*attending(use, how.parts), Pointer("weight")),
         constants={
@@ -104,7 +118,7 @@ def attend_launch(use: Use, how: Attend) -> Launch:
             "STAGES": how.stages, "PARTS": how.parts > 1, "VALUE": sizes.value,
             "ASKS_FOR_WEIGHT": how.cluster > 1,
         },
-        block=32 * WARPS,
+        block=32 * (WARPS + 4 * how.in_groups),
         shared_bytes=shared_bytes(sizes.latent + sizes.rope, how),
         pdl=True,
     )  # fmt: skip
@@ -112,6 +126,8 @@ def attend_launch(use: Use, how: Attend) -> Launch:
 
 def shared_bytes(width: int, how: Attend) -> int:
     """What a block needs: its ring, queries and weights, and numbers of rows and of stages."""
+    if how.in_groups:    # weights are where rope parts were
+        return (how.stages + 1) * TILE * width * 2 + how.rows * 4 * (how.stages + 3) + how.stages * 24
     ring = how.stages * TILE * 16 * (width // 8 | 1)
     of_rows = width * 2 + TILE * 2 + 4 * (WARPS * 16 // how.rows + 1)
     return ring + how.rows * of_rows + how.stages * 8

@@ -10,6 +10,6 @@ MAX_SIZE = 128
 """Elements of a key that `precast.kernels.sparse_attention.triton_select` takes."""
 MAX_HEADS = 128
 """Heads that score a key there."""
-OWN_SCORES = 1 << 26
-"""Scores of prompts that exist at a time there, if that is a tile of queries at least: 256 MiB. Of two queries over
-131,072 keys they are room for 256 programs."""
+OWN_SCORES = 132 * 4 << 17
+"""Scores of prompts that exist at a time there, if that is a tile of queries at least: 264 MiB. Of four queries over
+131,072 keys they are room for 132 programs, of two for all that there are."""

@@ -1,4 +1,4 @@
-// What score.cu and pick.cu have in common: the rows of a selection, which are queries, and the scores of their keys.
+// What score.cu, pick.cuh and prompts.cu have in common: the rows of a selection, which are queries, and the scores of their keys.
 //
 // Defines:
 //   BY_TOKEN                 a row is a token, and has room for scores of all slots of the page lists; else a row is a
@@ -6,6 +6,24 @@
 //   COUNT, RATE, PAGE_SIZE   those of the op: keys that are selected, tokens of a key, keys of a page
 
 #pragma once
+
+// --- what PTX has and C++ has not ------------------------------------------------------------------------------------
+
+// 16 bytes, if `wanted`.
+__device__ __forceinline__ void copy_piece(u32 to, const Element* from, bool wanted) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::
+          "r"(to), "l"(from), "r"((u32)wanted) : "memory");
+}
+
+// At least 0; NaN stays NaN.
+__device__ __forceinline__ float positive(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// --- rows ------------------------------------------------------------------------------------------------------------
 
 struct Lists {
   const int *cu_seqlens, *kv_lens, *page_indices, *page_indptr, *page_start;
@@ -29,6 +47,12 @@ struct Sequence {
   int first_page, end_page;
 };
 
+// Of a sequence that exists.
+__device__ __forceinline__ Sequence sequence_in(int seq, const Lists& lists) {
+  return {lists.cu_seqlens[seq], lists.cu_seqlens[seq + 1], lists.kv_lens[seq], lists.page_start[seq],
+          lists.page_indptr[seq], lists.page_indptr[seq + 1]};
+}
+
 __device__ __forceinline__ Row row_in(int row, const Sequence& seq) {
 #ifdef BY_TOKEN
   const int token = row;
@@ -48,15 +72,11 @@ __device__ __forceinline__ Row row_in(int row, const Sequence& seq) {
 
 // Each lane's own row. All lanes of the warp ask; what they load is asked for at once.
 __device__ __forceinline__ Row row_of(int row, const Lists& lists) {
-  const auto load = [&](int seq) {
-    return Sequence{lists.cu_seqlens[seq], lists.cu_seqlens[seq + 1], lists.kv_lens[seq], lists.page_start[seq],
-                    lists.page_indptr[seq], lists.page_indptr[seq + 1]};
-  };
 #ifdef BY_TOKEN
   Row found = {row, row < lists.num_rows ? 0 : -1, 0, 0, 0};
   for (int first = 0; first < lists.num_seqs; first += 32) {
     const int own = first + threadIdx.x % 32;
-    const Sequence seq = own < lists.num_seqs ? load(own) : Sequence{0, 0x7fffffff, 0, 0, 0, 0};
+    const Sequence seq = own < lists.num_seqs ? sequence_in(own, lists) : Sequence{0, 0x7fffffff, 0, 0, 0, 0};
     // Of the sequences, in ascending order, the first that ends behind the token: 32 if none does.
     int at = 0;
 #pragma unroll
@@ -70,7 +90,7 @@ __device__ __forceinline__ Row row_of(int row, const Lists& lists) {
   return found;
 #else
   if (row >= lists.num_rows) return {0, -1, 0, 0, 0};
-  return row_in(row, load(row));
+  return row_in(row, sequence_in(row, lists));
 #endif
 }
 

@@ -36,13 +36,6 @@ constexpr bool IN_ONE_PAGE = PAGE_SIZE % KEYS == 0;    // all keys of a block
 
 struct Piece { u32 words[4]; };
 
-// 16 bytes, if `wanted`.
-__device__ __forceinline__ void copy_piece(u32 to, const Element* from, bool wanted) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::
-          "r"(to), "l"(from), "r"((u32)wanted) : "memory");
-}
-
 // So that it is near when it is loaded.
 __device__ __forceinline__ void ask_early(const int* number) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(number));
@@ -53,13 +46,6 @@ __device__ __forceinline__ Piece load_piece(u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.words[0]), "=r"(x.words[1]), "=r"(x.words[2]), "=r"(x.words[3]) : "r"(from) : "memory");
   return x;
-}
-
-// At least 0; NaN stays NaN.
-__device__ __forceinline__ float positive(float x) {
-  float y;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // --- blocks of keys --------------------------------------------------------------------------------------------------

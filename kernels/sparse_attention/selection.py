@@ -1,7 +1,8 @@
-"""The launches of `score.cu` and `pick.cu`: the selection of keys on Hopper. No torch.
+"""The launches of `score.cu`, `pick.cu` and `prompts.cu`: the selection of keys on Hopper. No torch.
 
-Of few tokens each is a row, which scores keys for itself. In other steps rows are the sequences with one query, and
-`triton_select` selects for the queries of others, which share the keys that they score.
+Of few tokens each is a row, which scores keys for itself. In other steps rows are the sequences with one query. The
+queries of others share the keys that they score, by `prompts.cu`, or by `triton_select` where their heads are of other
+sizes.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
-from precast.ir.graph.symbols import add, minimum, mul
+from precast.ir.graph.symbols import add, maximum, minimum, mul
 from precast.kernels.records import Condition, Launch, Pointer, Stride
 from precast.kernels.rows import known, real
 from precast.kernels.sparse_attention.launches import count_of, own_bytes, select_prompts, slots_of
+from precast.kernels.sparse_attention.limits import OWN_SCORES
 from precast.kernels.use import Use
 
 FEW_TOKENS = 8
@@ -43,6 +45,9 @@ MOST_ELEMENTS = 8192
 """Of a row's heads together, which are in a warp's registers."""
 _KEYS = 16
 """Of a block."""
+PROMPT_WARPS, PROMPT_STAGES, PROMPT_NEAR = 12, 4, 20480
+"""Of a block that selects for prompts: its warps, stages of 64 keys on their way, and scores of a row that it has in
+shared memory when it picks."""
 
 TAKES = (
     Condition(
@@ -59,7 +64,10 @@ TAKES = (
     ),
     Condition("a scale above 0", lambda use: real(use, "scale") > 0),
 )
-PROMPTS = Condition("Triton, which selects for prompts", lambda use: "triton" in use.target.kinds)
+PROMPTS = Condition(
+    "Triton, or heads that warp groups multiply, which select for prompts",
+    lambda use: in_groups(use) or "triton" in use.target.kinds,
+)
 
 
 def token_bytes(use: Use) -> Expr:
@@ -74,33 +82,68 @@ def of_tokens(use: Use) -> tuple[Launch, ...]:
 
 def sequence_bytes(use: Use) -> Expr:
     """The bytes of the scores of sequences with one query, and of what is selected by for others."""
-    return add(mul(4, slots_of(use)), *own_bytes(use))
+    own = (mul(4, _prompt_places(use)),) if in_groups(use) else own_bytes(use)
+    return add(mul(4, slots_of(use)), *own)
 
 
 def of_sequences(use: Use, *, how: Pick) -> tuple[Launch, ...]:
     """The same of any tokens."""
-    scores, (own, _) = mul(4, slots_of(use)), own_bytes(use)
-    prompts = select_prompts(
-        use, Pointer("workspace", "int32", scores), Pointer("workspace", "int32", add(scores, own))
-    )
+    scores = mul(4, slots_of(use))
+    own = Pointer("workspace", "int32", scores)
+    if in_groups(use):
+        prompts = _prompts(use, own)
+    else:
+        prompts = select_prompts(use, own, Pointer("workspace", "int32", add(scores, own_bytes(use)[0])))
     return (*_launches(use, Pointer("workspace", "int32"), _sequences(use), how), prompts)
+
+
+def in_groups(use: Use) -> bool:
+    """Whether warp groups multiply the heads of prompts."""
+    return use.number("q", 2) in (8, 16, 32, 64, 128) and use.number("q", 3) in (64, 128)
+
+
+def _prompts(use: Use, scores: Pointer) -> Launch:
+    size, columns = known(use, "q", 3), _queries(use) * known(use, "q", 2)
+    return Launch(
+        kernel="precast.kernels.sparse_attention/prompts.cu:select_prompts",
+        grid=(NUM_SMS, 1, 1),
+        args=(Pointer("out.0"), scores, *_given(), use.shape("q")[1], _sequences(use), _prompt_places(use), *_strides()),
+        constants={
+            **_selecting(use), "BY_TOKEN": True, "FLOAT16": use.operands["q"].type.dtype == "float16",
+            "HEADS": known(use, "q", 2), "SIZE": size, "SCALE": real(use, "scale"), "TOKENS": _queries(use),
+            "STAGES": PROMPT_STAGES, "CLUSTER": 1, "WARPS": PROMPT_WARPS, "NEAR": PROMPT_NEAR,
+        },
+        block=32 * PROMPT_WARPS,
+        shared_bytes=prompt_bytes(columns, size, PROMPT_STAGES, PROMPT_NEAR),
+        pdl=True,
+    )  # fmt: skip
+
+
+def prompt_bytes(columns: int, size: int, stages: int, near: int) -> int:
+    """What a block that selects for prompts needs: a ring of keys, heads, and to pick."""
+    return 2 * size * (64 * stages + columns) + 16 * stages + shared_bytes(PROMPT_WARPS, near)
+
+
+def _queries(use: Use) -> int:
+    """Of a prompt, which a block scores together: 256 heads at most."""
+    return 4 if known(use, "q", 2) <= 64 else 2
+
+
+def _prompt_places(use: Use) -> Expr:
+    """Room for scores of prompts: for all blocks, or as many as is allowed, if that is one's."""
+    a_tile = mul(_queries(use), slots_of(use))
+    return minimum(mul(minimum(use.shape("q")[1], NUM_SMS), a_tile), maximum(OWN_SCORES, a_tile))
 
 
 def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch, ...]:
     size = known(use, "q", 3)
     stages = max(1, min(8, RING_BYTES // (SCORING_WARPS * _KEYS * size * 2)))
-    shared = {
-        "BY_TOKEN": how is FEW_ROWS, "COUNT": count_of(use), "RATE": use.constant("rate") or 1,
-        "PAGE_SIZE": known(use, "cache", 1),
-    }  # fmt: skip
-    lists = tuple(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))
+    shared = {**_selecting(use), "BY_TOKEN": how is FEW_ROWS}
     sizes = (rows, _sequences(use), slots_of(use))
     score = Launch(
         kernel="precast.kernels.sparse_attention/score.cu:score_keys",
         grid=(NUM_SMS, 1, 1),
-        args=(scores, Pointer("q"), Pointer("weights"), Pointer("cache"), *lists, *sizes,
-              *(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
-              *(Stride("cache", axis) for axis in (0, 1))),
+        args=(scores, *_given(), *sizes, *_strides()),
         constants={
             **shared, "FLOAT16": use.operands["q"].type.dtype == "float16", "HEADS": known(use, "q", 2),
             "SIZE": size, "SCALE": real(use, "scale"), "WARPS": SCORING_WARPS, "STAGES": stages,
@@ -109,16 +152,31 @@ def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch,
         shared_bytes=SCORING_WARPS * stages * _KEYS * size * 2,
         pdl=True,
     )  # fmt: skip
+    lengths = tuple(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indptr", "page_start"))
     pick = Launch(
         kernel="precast.kernels.sparse_attention/pick.cu:pick_keys",
         grid=(how.cluster, rows, 1),
-        args=(Pointer("out.0"), scores, *(each for each in lists if each.tensor != "page_indices"), *sizes),
+        args=(Pointer("out.0"), scores, *lengths, *sizes),
         constants={**shared, "CLUSTER": how.cluster, "WARPS": PICKING_WARPS, "NEAR": how.near},
         block=32 * PICKING_WARPS,
         shared_bytes=max(how.memory, shared_bytes(PICKING_WARPS, how.near)),
         pdl=True,
     )
     return score, pick
+
+
+def _given() -> tuple[Pointer, ...]:
+    names = ("q", "weights", "cache", "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
+    return tuple(Pointer(name) for name in names)
+
+
+def _strides() -> tuple[Stride, ...]:
+    return (*(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
+            *(Stride("cache", axis) for axis in (0, 1)))  # fmt: skip
+
+
+def _selecting(use: Use) -> dict[str, int | float | bool | str]:
+    return {"COUNT": count_of(use), "RATE": use.constant("rate") or 1, "PAGE_SIZE": known(use, "cache", 1)}
 
 
 def shared_bytes(warps: int, near: int) -> int:

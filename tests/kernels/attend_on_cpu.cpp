@@ -1,6 +1,9 @@
-// Runs kernels/sparse_attention/attend.cu on a CPU: "attend.inc" is its source without the functions that are PTX.
+// Runs kernels/sparse_attention/attend.cu or attend_groups.cu on a CPU: "attend.inc" is the source without the functions
+// that are PTX.
 
 #include "clusters_on_cpu.h"
+#include "barriers_on_cpu.h"
+#include "warp_group_on_cpu.h"
 
 struct float2 { float x, y; };
 inline u32 __float_as_uint(float number) {
@@ -11,6 +14,7 @@ inline u32 __float_as_uint(float number) {
 
 struct Piece { u32 words[4]; };
 inline void store_word(u32 to, u32 x) { memcpy(at(to, 4), &x, 4); }
+inline void store_half_word(u32 to, u32 x) { memcpy(at(to, 2), &x, 2); }
 inline void store_byte(u32 to, u32 x) { *at(to, 1) = x; }
 inline u32 load_word(u32 from) {
   u32 x;
@@ -39,6 +43,14 @@ inline void ask_early(const Element* from, u32 bytes) {
   for (u32 i = 0; i < bytes / 2; i++) (void)*(volatile const Element*)(from + i);
 }
 
+// Of each CTA: threads that multiply; those that give or want the weights of a stage; and warp groups.
+static std::vector<fibers::Meeting> of_multiplying, of_weights[2], of_groups[2];
+inline void sync_multiplying_warps() { of_multiplying[current->rank].arrive_and_wait(); }
+inline void sync_group(int group) { of_groups[group][current->rank].arrive_and_wait(); }
+inline void sync_all_warps() { __syncthreads(); }
+inline void give_weights(int stage) { (void)of_weights[stage][current->rank].arrive(); }
+inline void wait_for_weights(int stage) { of_weights[stage][current->rank].arrive_and_wait(); }
+
 #include "attend.inc"
 
 static const u64* arguments;
@@ -51,8 +63,14 @@ static void run_thread() {
                   a[18], a[19], a[20], a[21], elements(22));
 }
 
+static void begin() {
+  barriers.clear();
+  for (auto* each : {&of_multiplying, &of_weights[0], &of_weights[1]}) each->assign(CLUSTER, fibers::Meeting(MULTIPLYING));
+  for (auto& each : of_groups) each.assign(CLUSTER, fibers::Meeting(128));
+}
+
 extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
                     u32 count) {
   arguments = args;
-  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread, [] {}, [] {});
+  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread, begin, [] {});
 }

@@ -35,16 +35,16 @@ inline u32 shared_bytes;
 inline fibers::Meeting of_block, of_multiplying_warps, of_warp[32];
 
 inline u32 warp_of() { return threadIdx.x / 32; }
-inline u32 lane_of() { return threadIdx.x % 32; }
+inline u32 lane() { return threadIdx.x % 32; }
 inline void __syncthreads() { of_block.arrive_and_wait(); }
 inline void __syncwarp() { of_warp[warp_of()].arrive_and_wait(); }
 inline void sync_multiplying_warps() { of_multiplying_warps.arrive_and_wait(); }
 inline u32 __shfl_sync(u32, u32 value, int) { return value; }    // the source asks for a warp's number
 inline float given_floats[32][32];
 inline float __shfl_xor_sync(u32, float value, int other) {
-  given_floats[warp_of()][lane_of()] = value;
+  given_floats[warp_of()][lane()] = value;
   __syncwarp();
-  const float found = given_floats[warp_of()][lane_of() ^ other];
+  const float found = given_floats[warp_of()][lane() ^ other];
   __syncwarp();
   return found;
 }
@@ -93,7 +93,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-inline bool elected() { return lane_of() == 0; }
+inline bool elected() { return lane() == 0; }
 inline u64 read_once_policy() { return 0; }
 inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
@@ -103,9 +103,20 @@ inline void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier,
   copy(to, from, bytes, barrier);
 }
 
+inline unsigned char* at(u32 address, u32 bytes) {
+  CHECK(address + bytes <= shared_bytes);
+  return at(address);
+}
+
 inline u32 given_a[32][32][4], given_b[32][32][2];
+// What each lane of the warp gives, until they meet again.
+inline auto given_by_warp(const u32 (&x)[4]) {
+  memcpy(given_a[warp_of()][lane()], x, sizeof x);
+  __syncwarp();
+  return [all = given_a[warp_of()]](int lane) -> const u32* { return all[lane]; };
+}
 inline void multiply_add_of(float (*value)(u16), float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const u32 warp = warp_of(), lane = lane_of(), b[2] = {b0, b1};
+  const u32 warp = warp_of(), lane = ::lane(), b[2] = {b0, b1};
   memcpy(given_a[warp][lane], a, sizeof a);
   memcpy(given_b[warp][lane], b, sizeof b);
   __syncwarp();

@@ -83,6 +83,7 @@ inline u32 __ballot_sync(u32, bool value) {
   __syncwarp();
   return found;
 }
+inline bool __any_sync(u32, bool value) { return __ballot_sync(~0u, value) != 0; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 
 inline u32 shared_address(const void*) { return 0; }
@@ -177,6 +178,13 @@ static Element rounded(float value) {
 inline u32 rounded(float first, float second) { return rounded(first) | (u32)rounded(second) << 16; }
 inline float power_of_2(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1 / x; }
+
+// What each lane of the warp gives, until they meet again.
+static auto given_by_warp(const u32 (&x)[4]) {
+  memcpy(current->given, x, sizeof x);
+  __syncwarp();
+  return [all = warp()](int lane) -> const u32* { return all[lane].given; };
+}
 
 static void multiply_add_of(float (*value)(u16), float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   memcpy(current->given, a, sizeof a);

@@ -11,10 +11,10 @@
 static u32 addresses[19][32];
 inline void load_two_matrices(u32 (&to)[2], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
-  addresses[warp_of()][lane_of()] = from;
+  addresses[warp_of()][lane()] = from;
   __syncwarp();
   for (int i = 0; i < 2; i++)
-    memcpy(&to[i], shared + addresses[warp_of()][8 * i + lane_of() / 4] + lane_of() % 4 * 4, 4);
+    memcpy(&to[i], shared + addresses[warp_of()][8 * i + lane() / 4] + lane() % 4 * 4, 4);
   __syncwarp();
 }
 #include "few_bits.inc"

@@ -1,10 +1,12 @@
-// Runs kernels/sparse_attention/score.cu or pick.cu on a CPU: "selection.inc" is one of them, without the functions that
-// are PTX. PICKS: it is the latter.
+// Runs kernels/sparse_attention/score.cu, pick.cu or prompts.cu on a CPU: "selection.inc" is one of them, without the
+// functions that are PTX. PICKS: it is one of the latter; PROMPTS: the last.
 
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
 #include "clusters_on_cpu.h"
+#include "barriers_on_cpu.h"
+#include "warp_group_on_cpu.h"
 
 template <typename T>
 inline T shifted(T value, int source) {    // of a lane of the warp; its own where there is none
@@ -84,13 +86,25 @@ inline void store_far(u32 to, u32 rank, int x) {
 }
 inline void meet_cluster() { of_cluster.arrive_and_wait(); }
 
+inline void store_piece(u32 to, const Piece& x) {
+  CHECK(to % 16 == 0);
+  memcpy(at(to, 16), &x, 16);
+}
+static fibers::Meeting of_multiplying, of_turns[2];    // of warp groups
+inline void wait_for_turn(int group) { of_turns[group].arrive_and_wait(); }
+inline void give_turn(int group) { (void)of_turns[group].arrive(); }
+inline void sync_multiplying_warps() { of_multiplying.arrive_and_wait(); }
+
 #include "selection.inc"
 
 static const u64* arguments;
 static void run_thread() {
   const u64* a = arguments;
   const auto list = [&](int i) { return (const int*)a[i]; };
-#ifdef PICKS
+#if defined(PROMPTS)
+  select_prompts((int*)a[0], (int*)a[1], (const Element*)a[2], (const float*)a[3], (const Element*)a[4], list(5), list(6),
+                 list(7), list(8), list(9), a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18], a[19]);
+#elif defined(PICKS)
   pick_keys((int*)a[0], list(1), list(2), list(3), list(4), list(5), a[6], a[7], a[8]);
 #else
   score_keys((int*)a[0], (const Element*)a[1], (const float*)a[2], (const Element*)a[3], list(4), list(5), list(6),
@@ -98,8 +112,13 @@ static void run_thread() {
 #endif
 }
 
+static void begin() {
+  barriers.clear();
+  of_multiplying = of_turns[0] = of_turns[1] = fibers::Meeting(256);
+}
+
 extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
                     u32 count) {
   arguments = args;
-  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread, [] {}, [] {});
+  run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread, begin, [] {});
 }

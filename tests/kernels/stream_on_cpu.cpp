@@ -40,9 +40,9 @@ inline void sync_team(int team) { of_team[team].arrive_and_wait(); }
 static u32 addresses[18][32];
 inline void load_matrices(u32 (&to)[4], u32 from) {
   CHECK(from % 16 == 0 && from + 16 <= shared_bytes);
-  addresses[warp_of()][lane_of()] = from;
+  addresses[warp_of()][lane()] = from;
   __syncwarp();
-  for (int i = 0; i < 4; i++) memcpy(&to[i], at(addresses[warp_of()][8 * i + lane_of() / 4]) + lane_of() % 4 * 4, 4);
+  for (int i = 0; i < 4; i++) memcpy(&to[i], at(addresses[warp_of()][8 * i + lane() / 4]) + lane() % 4 * 4, 4);
   __syncwarp();
 }
 inline void multiply_add_float16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -50,7 +50,10 @@ def joined(partial: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the source, between products in PyTorch. What the kernel in front writes is not there before the wait."""
-    source = Source(tmp_path_factory.mktemp("attend"), "sparse_attention/attend.cu", "attend_on_cpu.cpp")
+    sources = {
+        in_groups: Source(tmp_path_factory.mktemp("attend"), f"sparse_attention/{file}.cu", "attend_on_cpu.cpp")
+        for in_groups, file in ((False, "attend"), (True, "attend_groups"))
+    }
 
     def execute(sample: Sample, how: Attend, *, late: bool = False) -> torch.Tensor:
         use, (q, weight) = use_of(sample), (sample["q"], sample["weight"])
@@ -70,7 +73,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
         seen(queries, q.dtype, *shape)[:] = torch.einsum("thd,hdc->thc", q[0, ..., : sizes.nope].float(), keys)
         nan = {name: torch.full_like(tensors[name], torch.nan) for name in ("q", "cache")}
-        source.run(launch, tensors, late, nan | {"selected": torch.full_like(sample["selected"], 1 << 30)})
+        sources[how.in_groups].run(launch, tensors, late, nan | {"selected": torch.full_like(sample["selected"], 1 << 30)})
         if how.parts > 1:
             y = joined(
                 seen(partial, torch.float32, *shape[:2], how.parts, shape[2]),
@@ -92,9 +95,13 @@ def sample_of(draw: Draw, heads: int, count: int, **more: Any) -> Sample:
     [
         (BRAIN, 5, 128, 64, 70, 16, Attend(32, 1, 1, 1), {"padding": 1}),
         (HALF, 33, 128, 64, 130, 5, Attend(32, 2, 1, 2), {"sinks": True}),
-        (BRAIN, 40, 256, 64, 200, 1, Attend(64, 1, 1, 2), {"sinks": True}),
+        (BRAIN, 40, 256, 64, 200, 1, Attend(32, 1, 1, 2), {"sinks": True}),
         (HALF, 16, 128, 64, 300, 8, Attend(32, 2, 2, 1), {"sinks": True, "padding": 1}),
         (BRAIN, 3, 128, 64, 33, 16, Attend(32, 4, 2, 1), {}),
+        (BRAIN, 5, 128, 64, 200, 16, Attend(64, 1, 1, 2), {"padding": 1}),
+        (HALF, 70, 128, 64, 300, 5, Attend(64, 1, 1, 2), {"sinks": True}),
+        (BRAIN, 40, 256, 64, 200, 1, Attend(64, 2, 1, 2), {"sinks": True}),
+        (HALF, 16, 128, 64, 300, 8, Attend(64, 2, 2, 2), {"sinks": True, "padding": 1}),
     ],
     ids=str,
 )
@@ -108,7 +115,8 @@ def test_source_on_a_cpu(
         same(PAGED_SPARSE_LATENT_ATTENTION, on_cpu(sample, how, late=late), expected)
 
 
-def test_entries_that_are_no_keys_are_passed_over(on_cpu: Run, same: Callable[..., None]) -> None:
+@pytest.mark.parametrize("rows", [32, 64])
+def test_entries_that_are_no_keys_are_passed_over(on_cpu: Run, rows: int, same: Callable[..., None]) -> None:
     """Wherever they stand, and a whole tile of them."""
     sample = sample_of(Draw(BRAIN, CPU), 3, 256, latent=128, rope=64, page_size=16)
     selected = sample["selected"].clone()
@@ -116,7 +124,7 @@ def test_entries_that_are_no_keys_are_passed_over(on_cpu: Run, same: Callable[..
     selected[..., ::3] = 1 << 20
     sample |= {"selected": selected}
 
-    same(PAGED_SPARSE_LATENT_ATTENTION, on_cpu(sample, Attend(32, 2, 1, 1)), paged_sparse_latent_attention(**sample))
+    same(PAGED_SPARSE_LATENT_ATTENTION, on_cpu(sample, Attend(rows, 2, 1, 2)), paged_sparse_latent_attention(**sample))
 
 
 # --- without a GPU -----------------------------------------------------------------------------------------------
@@ -141,11 +149,14 @@ def test_what_records_launch_fits_a_multiprocessor(sinks: bool) -> None:
 
 
 def test_blocks_of_a_step_have_a_multiprocessor_each() -> None:
-    """Of a GPU's 132; a rank's 16 heads are one block of rows."""
+    """Of a GPU's 132; a rank's 16 heads are one block of rows. Warp groups take 64 of them, if latents are of a size that
+    they multiply."""
     whole, part = (use_of(deepseek(Draw(BRAIN, CPU), [(1, 3)], heads=heads)) for heads in (128, 16))
+    other = use_of(deepseek(Draw(BRAIN, CPU), [(1, 3)], latent=384))
     found = [[attend_of(use, tokens)[:3] for _, tokens in attention.ranges()] for use in (whole, part)]
 
     assert found[0] == [(32, 2, 16), (64, 2, 16), (64, 2, 8), (64, 2, 4), (64, 2, 2), (64, 2, 1), (64, 1, 1)]
+    assert attend_of(other, 8) == (32, 2, 2, 2)
     assert found[1] == [(32, 2, 16), (32, 2, 16), (32, 2, 16), (32, 2, 8), (32, 2, 4), (32, 2, 2), (32, 1, 1)]
 
 

@@ -18,7 +18,7 @@ from op_samples.sparse_attention import paged_select_sample
 from precast.ir.graph import symbols
 from precast.ir.graph.symbols import mul
 from precast.kernels.launch import as_function, use_of_tensors
-from precast.kernels.records import Launch
+from precast.kernels.records import Launch, Pointer
 from precast.kernels.sparse_attention import selection
 from precast.kernels.sparse_attention.launches import slots_of
 from precast.kernels.sparse_attention.paged_select_keys import paged_select_keys
@@ -65,13 +65,14 @@ def launches_of(use: Use, sizes: Sizes, *, by_token: bool) -> tuple[Launch, Laun
     return score, pick
 
 
+def source_of(name: str, folders: pytest.TempPathFactory) -> Source:
+    return Source(folders.mktemp(name), f"sparse_attention/{name}.cu", "selection_on_cpu.cpp")
+
+
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs both sources, one after the other. What the kernel in front writes is not there before the wait."""
-    files = {name: f"sparse_attention/{name}.cu" for name in ("score", "pick")}
-    sources = {
-        name: Source(tmp_path_factory.mktemp(name), file, "selection_on_cpu.cpp") for name, file in files.items()
-    }
+    sources = {name: source_of(name, tmp_path_factory) for name in ("score", "pick")}
 
     def execute(
         sample: Sample, sizes: Sizes, *, by_token: bool, late: bool = False, scores: torch.Tensor | None = None
@@ -136,6 +137,59 @@ def test_sources_on_a_cpu(
         assert torch.equal(found, selected(sample, by_token=by_token))
 
 
+@pytest.fixture(scope="module")
+def prompts_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs the source that selects for prompts, with `blocks` blocks, and room for the scores of as many as `active`."""
+    source = source_of("prompts", tmp_path_factory)
+
+    def execute(sample: Sample, blocks: int, active: int, near: int, *, late: bool = False) -> torch.Tensor:
+        use = use_of(sample)
+        launch = selection.of_sequences(use, how=selection.MANY_ROWS)[-1]
+        columns = int(launch.constants["TOKENS"]) * sample["q"].shape[2]
+        longest = int((sample["kv_lens"] - sample["page_start"]).max())
+        places = active * int(launch.constants["TOKENS"]) * -(-longest // 4) * 4
+        launch = launch._replace(
+            grid=(blocks, 1, 1), constants={**launch.constants, "STAGES": 2, "NEAR": near},
+            shared_bytes=selection.prompt_bytes(columns, sample["q"].shape[3], 2, near),
+            args=tuple(Pointer("workspace", "int32") if isinstance(arg, Pointer) and arg.tensor == "workspace" else
+                       places if i == 12 else arg for i, arg in enumerate(launch.args)),
+        )  # fmt: skip
+        tensors = {name: x for name, x in sample.items() if torch.is_tensor(x)}
+        tensors["out.0"] = torch.full((1, sample["q"].shape[1], sample["count"]), NOT_WRITTEN, dtype=torch.int32)
+        tensors["workspace"] = torch.zeros(places, dtype=torch.int32)
+        nan = {name: torch.full_like(tensors[name], torch.nan) for name in ("q", "weights", "cache")}
+        source.run(launch, tensors, late, nan, ["-DPICKS", "-DPROMPTS"])
+        return tensors["out.0"]
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size", "count", "page_size", "blocks", "active", "near", "more"),
+    [
+        (BRAIN, 8, 64, 6, 16, 3, 3, 64, {}),
+        (HALF, 32, 64, 20, 8, 2, 1, 512, {"padding": 2}),
+        (BRAIN, 16, 128, 1, 5, 7, 3, 8, {"padding": 9}),
+        (HALF, 64, 128, 33, 1, 1, 1, 64, {}),
+        (BRAIN, 128, 64, 64, 32, 2, 2, 64, {}),
+    ],
+    ids=str,
+)
+def test_prompts_on_a_cpu(
+    prompts_on_cpu: Run, dtype: torch.dtype, heads: int, size: int, count: int, page_size: int, blocks: int, active: int,
+    near: int, more: dict[str, Any],
+) -> None:  # fmt: skip
+    sequences = [(9, 70), (1, 33), (0, 4), (5, 140), (2, 2), (1, 7)]
+    sample = paged_select_sample(
+        Draw(dtype, CPU), sequences, heads=heads, size=size, count=count, page_size=page_size, whole=True, **more
+    )
+    expected = paged_select_keys(**sample)
+    bounds = sample["cu_seqlens"].tolist()
+    expected[0, [start for start, end in pairwise(bounds) if end - start == 1]] = NOT_WRITTEN
+    for late in (False, True):
+        assert torch.equal(prompts_on_cpu(sample, blocks, active, near, late=late), expected)
+
+
 # --- the search for the largest ------------------------------------------------------------------------------------
 
 
@@ -183,6 +237,18 @@ def test_scores_of_all_kinds(on_cpu: Run, kind: str) -> None:
         found = on_cpu(sample, sizes, by_token=True, scores=scores)
 
         assert found[0, 0].tolist() == order[:count].sort().values.tolist()
+
+
+@pytest.mark.parametrize("kind", ["normal", "two values", "near each other"])
+def test_marks_of_scores_that_are_far(on_cpu: Run, kind: str) -> None:
+    """They are kept where scores would be, of several pieces for each warp, the last of which ends early."""
+    scores = in_order(drawn_scores(kind, 5001))
+    sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5001)], heads=8, size=32, count=700, page_size=4)
+
+    found = on_cpu(sample, Sizes(cluster=1, near=600), by_token=True, scores=scores)
+
+    order = scores.long().argsort(descending=True, stable=True)
+    assert found[0, 0].tolist() == order[:700].sort().values.tolist()
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 100])

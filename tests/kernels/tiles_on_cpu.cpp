@@ -8,6 +8,7 @@
 // first row.
 
 #include "blocks_on_cpu.h"
+#include "warp_group_on_cpu.h"
 
 #define __shared__ static
 
@@ -31,35 +32,6 @@ inline void load_words(u32 (&words)[4], u32 from) {
 }
 
 inline float float_of_float8(unsigned char bits) { return of_float8(bits); }
-
-// What a warp group multiplies, warp by warp: 16 of its 64 rows each.
-static void multiply_add(float* sums, const u32 (&a)[4], u64 x, int width, bool adds) {
-  const u32 warp = warp_of(), lane = lane_of();
-  const u32 begin = (x & 0x3fff) << 4, half = (x >> 16 & 0x3fff) << 4, eight = (x >> 32 & 0x3fff) << 4;
-  memcpy(given_a[warp][lane], a, sizeof a);
-  __syncwarp();
-  for (int i = 0; i < width / 2; i++) {
-    const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    float sum = adds ? sums[i] : 0;
-    for (int k = 0; k < 16; k++) {    // a pair of neighbouring k is a register
-      const u32 from_a = given_a[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> k % 2 * 16;
-      const u32 from_x = begin + k / 8 * half + column / 8 * eight + column % 8 * 16 + k % 8 * 2;
-      CHECK(from_x + 2 <= shared_bytes);
-      u16 element;
-      memcpy(&element, at(from_x), 2);
-      sum += widened((u16)from_a) * widened(element);
-    }
-    sums[i] = sum;
-  }
-  __syncwarp();
-}
-#define multiply(sums, a, x, adds) multiply_add(sums, a, x, WIDTH, adds)
-inline void let_products_begin() {}
-inline void end_batch() {}
-template <int left>
-inline void wait_for_batches() {}
-inline void give_registers() {}
-inline void take_registers() {}
 
 #include "tiles.inc"
 

@@ -1,0 +1,330 @@
+// select_prompts: what the queries of sequences with several select, and -1 for padding.
+//
+// A CTA takes TOKENS neighbouring queries of a sequence at a time, and all keys that the last of them sees. Four warps
+// bring the keys, 64 at a time; two warp groups take turns with them, and multiply all heads of all TOKENS:
+//
+//   products [64 keys x heads] = keys [64 x SIZE] * queries [SIZE x heads]      half of the heads at a time
+//
+// A thread has some heads of two keys; it adds up what each token's give, as score.cu does. The scores of the tile are in
+// memory that only this CTA uses. Then all threads pick each token's (pick.cuh), while they are in the L2 cache.
+//
+// Programmatic dependent launch: the kernel lets the next one start at once. All it reads but the lists is written by
+// kernels in front.
+//
+// Defines, beside those of rows.cuh, of which BY_TOKEN is one, and of pick.cuh:
+//   FLOAT16           elements are float16; else bfloat16
+//   HEADS, SIZE       8, 16, 32, 64 or 128; 64 or 128
+//   TOKENS            of a tile: 4, or 2 of 128 heads
+//   SCALE             more than 0
+//   STAGES            keys in the ring, in 64: an even number
+
+#include "half.cuh"
+#include "ring.cuh"
+#include "warp_group.cuh"
+#include "sparse_attention/rows.cuh"
+
+constexpr int KEYS = 64;                                     // of a stage
+constexpr int MULTIPLYING = 256, BRINGING = 128;             // threads
+constexpr int COLUMNS = TOKENS * HEADS, HALF = COLUMNS / 2;
+constexpr int TOGETHER = TOKENS / 2;                         // tokens of a half
+constexpr int BLOCKS = SIZE / 64;
+constexpr u32 STAGE_BYTES = BLOCKS * BLOCK_BYTES;
+constexpr u32 QUERY_BYTES = COLUMNS * 128;                   // of 64 elements of each
+constexpr float FACTOR = SCALE;
+static_assert(STAGES % 2 == 0 && 32 * WARPS == MULTIPLYING + BRINGING, "a stage is always the same warp group's");
+
+// Where things are in shared memory, in bytes.
+constexpr u32 RING = 0;
+constexpr u32 QUERIES = RING + STAGES * STAGE_BYTES;
+constexpr u32 FULL = QUERIES + BLOCKS * QUERY_BYTES;         // barriers
+constexpr u32 EMPTY = FULL + STAGES * 8;
+constexpr u32 PICKS_AT = EMPTY + STAGES * 8;
+static_assert(PICKS_AT % 16 == 0, "fours are loaded there");
+
+#include "sparse_attention/pick.cuh"
+
+// --- what PTX has and C++ has not ------------------------------------------------------------------------------------
+
+struct Piece { u32 words[4]; };
+
+__device__ __forceinline__ void store_piece(u32 to, const Piece& x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]),
+               "r"(x.words[3]) : "memory");
+}
+
+// Warp groups take turns: each waits for its own, which the other gives.
+__device__ __forceinline__ void wait_for_turn(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(MULTIPLYING) : "memory");
+}
+
+__device__ __forceinline__ void give_turn(int group) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(2 + group), "n"(MULTIPLYING) : "memory");
+}
+
+__device__ __forceinline__ void sync_multiplying_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");
+}
+
+// --- tiles -----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int tiles_of(const Sequence& seq) {
+  const int queries = seq.end - seq.start;
+  return queries > 1 ? (queries + TOKENS - 1) / TOKENS : 0;
+}
+
+// Of a lane's sequence; one that doesn't exist has no tiles.
+__device__ __forceinline__ Sequence own_sequence(int first, const Lists& lists) {
+  const int own = first + threadIdx.x % 32;
+  return own < lists.num_seqs ? sequence_in(own, lists) : Sequence{0, 0, 0, 0, 0, 0};
+}
+
+// How many there are, and the most keys that a query of them sees.
+struct Tiles {
+  int count, longest;
+};
+
+__device__ __forceinline__ Tiles tiles_of_all(const Lists& lists) {
+  Tiles all = {0, 0};
+  for (int first = 0; first < lists.num_seqs; first += 32) {
+    const Sequence seq = own_sequence(first, lists);
+    const int count = tiles_of(seq);
+    all.count += count;
+    if (count > 0) all.longest = max(all.longest, row_in(seq.end - 1, seq).num_keys);
+  }
+  return {__reduce_add_sync(0xffffffff, all.count), __reduce_max_sync(0xffffffff, all.longest)};
+}
+
+struct Tile {
+  Sequence seq;
+  int first, count;    // tokens
+};
+
+// Of a tile that exists.
+__device__ __forceinline__ Tile tile_at(int tile, const Lists& lists) {
+  for (int first = 0, before = 0;; first += 32) {
+    const Sequence seq = own_sequence(first, lists);
+    const int count = tiles_of(seq), end = before + sum_up_to(count);
+    if (const u32 found = __ballot_sync(0xffffffff, end > tile)) {
+      const int lane = __ffs(found) - 1;
+      const auto of_it = [&](int value) { return __shfl_sync(0xffffffff, value, lane); };
+      const Sequence its = {of_it(seq.start), of_it(seq.end),        of_it(seq.length),
+                            of_it(seq.kept),  of_it(seq.first_page), of_it(seq.end_page)};
+      const int token = its.start + (tile - of_it(end - count)) * TOKENS;
+      return {its, token, min(TOKENS, its.end - token)};
+    }
+    before = __shfl_sync(0xffffffff, end, 31);
+  }
+}
+
+// --- keys ------------------------------------------------------------------------------------------------------------
+
+struct Cache {
+  const Element* keys;
+  i64 stride_p, stride_s;
+};
+
+// The keys of a tile, a stage after the other: of each a warp brings 16. Their pages are loaded a stage ahead.
+__device__ __forceinline__ void bring_keys(u32 base, const Cache& cache, const int* pages, int count, Place& place) {
+  const int warp = (threadIdx.x - MULTIPLYING) / 32, lane = threadIdx.x % 32, piece = lane % 8;
+  const auto page_of = [&](int key) { return key < count ? pages[key / PAGE_SIZE] : 0; };
+  const int own = warp * 16 + lane % 16;
+  int page = page_of(own);
+#pragma unroll 1
+  for (int first = 0; first < count; first += KEYS, place.advance(STAGES)) {
+    const int next_page = page_of(first + KEYS + own);
+    const u64 row = (u64)(cache.keys + (page * cache.stride_p + (first + own) % PAGE_SIZE * cache.stride_s));
+    barrier_wait(base + EMPTY + place.at * 8, place.parity);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = i * 4 + lane / 8;
+      const Element* from = (const Element*)__shfl_sync(0xffffffff, row, at) + piece * 8;
+      const u32 to = base + RING + place.at * STAGE_BYTES + place_in_block(warp * 16 + at, piece);
+      const bool exists = first + warp * 16 + at < count;
+#pragma unroll
+      for (int block = 0; block < BLOCKS; block++) copy_piece(to + block * BLOCK_BYTES, from + block * 64, exists);
+    }
+    arrive_when_copied(base + FULL + place.at * 8);
+    page = next_page;
+  }
+}
+
+// --- queries ---------------------------------------------------------------------------------------------------------
+
+struct Given {
+  const Element* q;
+  const float* weights;
+  i64 q_stride_t, q_stride_h, q_stride_d, weights_stride_t, weights_stride_h;
+};
+
+// The heads of a tile's tokens; zeros for tokens that it has not.
+__device__ __forceinline__ void load_queries(u32 base, const Given& given, const Tile& tile) {
+  const bool in_pieces = given.q_stride_d == 1 && ((u64)given.q | (u64)(2 * given.q_stride_h) |
+                                                  (u64)(2 * given.q_stride_t)) % 16 == 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < COLUMNS * (SIZE / 8); i += MULTIPLYING) {
+    const int row = i / (SIZE / 8), piece = i % (SIZE / 8), token = row / HEADS;
+    const u32 to = base + QUERIES + piece / 8 * QUERY_BYTES + place_in_block(row, piece % 8);
+    const Element* from = given.q + (tile.first + token) * given.q_stride_t + row % HEADS * given.q_stride_h +
+                          piece * 8 * given.q_stride_d;
+    if (token < tile.count && in_pieces) {
+      copy_piece(to, from, true);
+      continue;
+    }
+    Piece found = {0, 0, 0, 0};
+    if (token < tile.count) {
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        found.words[j] = from[2 * j * given.q_stride_d] | (u32)from[(2 * j + 1) * given.q_stride_d] << 16;
+    }
+    store_piece(to, found);
+  }
+  end_group_of_copies();
+  wait_for_copies<0>();
+  show_to_tensor_cores();
+}
+
+// A thread's: of each eight heads those of its columns, times the scale.
+typedef float Weights[2][HALF / 8][2];
+
+__device__ __forceinline__ void load_weights(Weights& weights, const Given& given, const Tile& tile) {
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 8 * 2; i++) {
+    const int row = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    const i64 token = tile.first + row / HEADS, head = row % HEADS;
+    const bool exists = row / HEADS < tile.count;
+    (&weights[0][0][0])[i] =
+        exists ? given.weights[token * given.weights_stride_t + head * given.weights_stride_h] * FACTOR : 0;
+  }
+}
+
+// --- scores ----------------------------------------------------------------------------------------------------------
+
+typedef float Products[HALF / 2];
+
+// Half of the heads with the keys of a stage. The other warp group is let in when half of this is done: what both ask for
+// at once ends at once, and then nothing is multiplied while both add up.
+__device__ __forceinline__ void multiply_keys(Products& products, u32 base, int stage, int half, int group) {
+  constexpr int STEPS = SIZE / 16;
+  const u32 keys = base + RING + stage * STAGE_BYTES, queries = base + QUERIES + half * HALF * 128;
+  wait_for_turn(group);
+  let_products_begin();
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    const int block = step / 4, at = step % 4 * 32;
+    multiply_group<HALF>(products, described(keys + block * BLOCK_BYTES + at),
+                         described(queries + block * QUERY_BYTES + at), step > 0);
+    if (step == STEPS / 2 - 1) end_batch();
+  }
+  end_batch();
+  wait_for_batches<1>();
+  give_turn(1 - group);
+  wait_for_batches<0>();
+}
+
+// Where the scores of a tile go: `stride` of each of its tokens, of keys that the last one sees.
+struct Target {
+  int* scores;
+  i64 stride;
+  int keys, tokens;
+};
+
+// Of the tokens of a half, and of the thread's keys, `key` and that + 8. Of four lanes with the same scores each writes one.
+__device__ __forceinline__ void write_scores(const Target& to, const Products& products, const Weights& weights, int half,
+                                             int key) {
+  const int own = threadIdx.x % 4;
+  float score = 0;
+#pragma unroll
+  for (int token = 0; token < TOGETHER; token++) {
+    float sums[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < HEADS / 8; i++) {
+      const int eight = token * (HEADS / 8) + i;
+#pragma unroll
+      for (int j = 0; j < 4; j++) sums[j / 2] += positive(products[eight * 4 + j]) * weights[half][eight][j % 2];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      sums[j] += __shfl_xor_sync(0xffffffff, sums[j], 1);
+      sums[j] += __shfl_xor_sync(0xffffffff, sums[j], 2);
+      score = own == token * 2 + j ? sums[j] : score;
+    }
+  }
+  const int token = half * TOGETHER + own / 2;
+  key += own % 2 * 8;
+  if (own < 2 * TOGETHER && token < to.tokens && key < to.keys) to.scores[token * to.stride + key] = in_order(score);
+}
+
+// A warp group takes every other stage, whatever tile it belongs to.
+__device__ __forceinline__ void score_keys(const Target& to, const Weights& weights, u32 base, int group, Place& place) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const int all = (to.keys + KEYS - 1) / KEYS, is_second = place.at % 2 != group;
+#pragma unroll 1
+  for (int i = 0; i < all; i++, place.advance(STAGES)) {
+    if (place.at % 2 != group) continue;
+    barrier_wait(base + FULL + place.at * 8, place.parity);
+    show_to_tensor_cores();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      Products products;
+      multiply_keys(products, base, place.at, half, group);
+      if (half == 1 && lane == 0) barrier_arrive(base + EMPTY + place.at * 8);
+      write_scores(to, products, weights, half, i * KEYS + row);
+    }
+  }
+  // Who has a stage less than the other gives its turns.
+  for (int half = 0; half < 2 * (all % 2 && is_second); half++) {
+    wait_for_turn(group);
+    give_turn(1 - group);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) select_prompts(
+    int* out, int* scores, const Element* q, const float* weights, const Element* keys, const int* cu_seqlens,
+    const int* kv_lens, const int* page_indices, const int* page_indptr, const int* page_start, i64 num_tokens,
+    i64 num_seqs, i64 num_places, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, i64 weights_stride_t,
+    i64 weights_stride_h, i64 stride_p, i64 stride_s) {
+  let_next_kernel_start();
+  const u32 base = shared_address(memory);
+  const Lists lists = {cu_seqlens, kv_lens, page_indices, page_indptr, page_start, (int)num_seqs, (int)num_tokens, 0};
+  const Given given = {q, weights, q_stride_t, q_stride_h, q_stride_d, weights_stride_t, weights_stride_h};
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  const Tiles tiles = tiles_of_all(lists);
+  // As many CTAs as there is room for the scores of take tiles.
+  const i64 stride = up_to_four(tiles.longest);
+  const int ctas = (int)min((i64)gridDim.x, num_places / max((i64)1, TOKENS * stride));
+  int* own = scores + blockIdx.x * TOKENS * stride;
+  if (threadIdx.x < STAGES) {
+    barrier_init(base + FULL + threadIdx.x * 8, BRINGING);
+    barrier_init(base + EMPTY + threadIdx.x * 8, 4);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  wait_for_kernel_in_front();
+  Place place = {0, warp < MULTIPLYING / 32 ? 0u : 1u};
+  if (warp / 4 == 1) give_turn(0);
+#pragma unroll 1
+  for (int i = blockIdx.x; i < tiles.count && blockIdx.x < ctas; i += ctas) {
+    const Tile tile = tile_at(i, lists);
+    const int count = row_in(tile.first + tile.count - 1, tile.seq).num_keys;
+    if (count > COUNT) {
+      if (warp < MULTIPLYING / 32) {
+        Weights own_weights;
+        load_queries(base, given, tile);
+        load_weights(own_weights, given, tile);
+        sync_multiplying_warps();
+        score_keys({own, stride, count, tile.count}, own_weights, base, warp / 4, place);
+      } else {
+        bring_keys(base, {keys, stride_p, stride_s}, page_indices + tile.seq.first_page, count, place);
+      }
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int j = 0; j < tile.count; j++) {
+      const Row row = row_in(tile.first + j, tile.seq);
+      pick_row(out + (i64)row.token * COUNT, row, own + j * stride, 0);
+      __syncthreads();    // what the next one writes to shared memory, this one may still read
+    }
+  }
+  for (int token = cu_seqlens[num_seqs] + blockIdx.x; token < num_tokens; token += gridDim.x)
+    write_all(out + (i64)token * COUNT, {token, 0, 0, 0, 0}, 0);
+}

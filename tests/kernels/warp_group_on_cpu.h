@@ -1,0 +1,59 @@
+// What kernels take from warp_group.cuh, on a CPU: products of a warp group, warp by warp, 16 of its 64 rows each. They
+// are done when they are asked for, whatever is waited for.
+//
+// Include it behind what has `lane()`, `at(address, bytes)`, `__syncwarp()`, and `given_by_warp(x)`: what each lane of the
+// warp gives, until the next `__syncwarp()`.
+
+#pragma once
+
+// An element of an operand that is described as PTX says (matrix descriptors): of k the number `k`, of the others `n`.
+static float element_at(u64 operand, bool by_row, int n, int k) {
+  const u32 begin = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, eight = (operand >> 32 & 0x3fff) << 4;
+  u32 from;
+  if (operand >> 62 == 0) {
+    CHECK(!by_row);
+    from = begin + k / 8 * leading + n / 8 * eight + n % 8 * 16 + k % 8 * 2;
+  } else {
+    CHECK(operand >> 62 == 1);
+    from = by_row ? begin + n / 64 * leading + n % 64 * 2 + k / 8 * eight + k % 8 * 128
+                  : begin + n / 8 * eight + n % 8 * 128 + k * 2;
+    from ^= (from >> 7 & 7) << 4;
+  }
+  u16 found;
+  memcpy(&found, at(from, 2), 2);
+  return widened(found);
+}
+
+template <typename Row>
+static void multiply_rows(float* d, Row x, u64 w, int adds, int columns, bool by_row) {
+  for (int i = 0; i < columns / 2; i++) {
+    const int row = lane() / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+    float sum = adds ? d[i] : 0;
+    for (int k = 0; k < 16; k++) sum += x(row, k) * element_at(w, by_row, column, k);
+    d[i] = sum;
+  }
+}
+
+template <int N, int BY_ROW = 0>
+static void multiply_group(float* d, const u32 (&x)[4], u64 w, int adds) {
+  const auto given = given_by_warp(x);
+  const auto of_x = [&](int row, int k) {    // a pair of neighbouring k is a register
+    return widened((u16)(given(row % 8 * 4 + k % 8 / 2)[row / 8 + k / 8 * 2] >> k % 2 * 16));
+  };
+  multiply_rows(d, of_x, w, adds, N, BY_ROW);
+  __syncwarp();
+}
+template <int N, int BY_ROW = 0>
+static void multiply_group(float* d, u64 x, u64 w, int adds) {
+  const int first = threadIdx.x / 32 % 4 * 16;
+  multiply_rows(d, [&](int row, int k) { return element_at(x, false, first + row, k); }, w, adds, N, BY_ROW);
+  __syncwarp();
+}
+
+inline void let_products_begin() {}
+inline void end_batch() {}
+template <int left>
+inline void wait_for_batches() {}
+inline void show_to_tensor_cores() {}
+inline void give_registers() {}
+inline void take_registers() {}
