@@ -49,7 +49,7 @@ class CountedExperts:
 
     def __call__(self, use: Use) -> Sequence[Implementation]:
         found = implementations(use)
-        if use.node.op != "precast.experts":
+        if use.node.op not in step_floors.EXPERTS:
             return found
         return [each._replace(function=self._counting(each.function)) for each in found]
 

@@ -333,7 +333,9 @@ def quantised_page() -> str:
         rows.append((SERVED[shape], f"{found[shape]['checkpoint_bytes'] / 1e9:.1f}", *decode, prefill))
     counts = (f"{count} seq., ms" for count in (8, 64, 256))
     heads = ("", "files, GB", "1 seq., ms (times its bytes)", *counts, "prompts of 4,096, tokens/s")
-    return f"One {_read('gpu_served')['machine']['gpu']}, random weights.\n\n" + _table(heads, rows)
+    text = f"One {_read('gpu_served')['machine']['gpu']}, random weights.\nIn brackets is how many times as long a "
+    text += "step of one sequence takes as this GPU takes to read what it needs.\n\n"
+    return text + _table(heads, rows)
 
 
 def image_page() -> str:

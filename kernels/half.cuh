@@ -80,15 +80,22 @@ __device__ __forceinline__ Element rounded(float value) {
   return narrow;
 }
 
+// Two neighbours, as float16, whatever the elements are.
+__device__ __forceinline__ u32 rounded_to_float16(float first, float second) {
+  u32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
+}
+
 // Two neighbours.
 __device__ __forceinline__ u32 rounded(float first, float second) {
-  u32 both;
 #ifdef FLOAT16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return rounded_to_float16(first, second);
 #else
+  u32 both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-#endif
   return both;
+#endif
 }
 
 __device__ __forceinline__ float power_of_2(float x) {

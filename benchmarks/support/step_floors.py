@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from precast.ir.graph import symbols
-from precast.ir.graph.schema import Call, Graph, Items, Node, Ref, StateGroup
+from precast.ir.graph.schema import Block, Call, Graph, Items, Node, Ref, StateGroup
 from precast.ir.memory import caches
 from precast.ir.ops.flops import node_work
 from precast.ir.weights.tensorfile import element_bytes
@@ -22,7 +22,7 @@ _VIEWS = frozenset(
 )
 _WORLD = {"tp": 1, "rank": 0, "ep": 1}
 _EMBEDDINGS = ("precast.embedding", "precast.sharded_embedding")
-_EXPERTS = ("precast.experts", "precast.quantised_experts")
+EXPERTS = ("precast.experts", "precast.quantised_experts")
 
 
 class Floor(NamedTuple):
@@ -54,12 +54,11 @@ def floor(graph: Graph, *, tokens: int, sequences: int, length: int, experts: Se
 def bytes_of_one_token(graph: Graph, length: int) -> int:
     """What a step of one sequence moves, which has `length` tokens after it."""
     params, chosen = frozenset(param.name for param in graph.params), list[int]()
-    types = {name: kind for function in (graph, *graph.blocks) for name, kind in types_in(function).items()}
-    for node, _ in _reads(graph, params):
-        if node.op in _EXPERTS:
+    for function, node, _ in _reads(graph, params):
+        if node.op in EXPERTS:
             ids = node.args["expert_ids"]
             assert isinstance(ids, Ref)
-            chosen.append(symbols.evaluate(types[ids.name].shape[-1], _WORLD))
+            chosen.append(symbols.evaluate(types_in(function)[ids.name].shape[-1], _WORLD))
     found = floor(graph, tokens=1, sequences=1, length=length, experts=chosen)
     return found.weight_bytes + found.cache_bytes
 
@@ -69,30 +68,30 @@ def _weight_bytes(graph: Graph, tokens: int, experts: Sequence[int]) -> int:
     params = {param.name: param.type for param in graph.params}
     found: dict[str, int] = {}
     layers = iter(experts)
-    for node, read in _reads(graph, frozenset(params)):
-        chosen = next(layers) if node.op in _EXPERTS else 0
+    for _, node, read in _reads(graph, frozenset(params)):
+        chosen = next(layers) if node.op in EXPERTS else 0
         for name in read:
             shape = [symbols.evaluate(size, _WORLD) for size in params[name].shape]
             whole = math.prod(shape) * element_bytes(params[name].dtype)
             if node.op in _EMBEDDINGS:
                 whole = min(whole, whole // shape[0] * tokens)
-            if node.op in _EXPERTS:
+            if node.op in EXPERTS:
                 whole = whole // shape[0] * chosen
             found[name] = max(found.get(name, 0), whole)
     return sum(found.values())
 
 
-def _reads(graph: Graph, params: frozenset[str]) -> Iterator[tuple[Node, list[str]]]:
-    """Each node that runs, and the params that it reads, by their names in `main`; views read nothing."""
+def _reads(graph: Graph, params: frozenset[str]) -> Iterator[tuple[Graph | Block, Node, list[str]]]:
+    """Each node that runs, whose it is, and the params that it reads, by their names in `main`; views read nothing."""
     blocks = {block.name: block for block in graph.blocks}
     names = {name: name for name in params}
     for step in graph.main:
         if isinstance(step, Call):
             inside = {own: names[given] for own, given in step.args.items() if given in names}
             for node in blocks[step.block].nodes:
-                yield from _read(node, inside)
+                yield from ((blocks[step.block], *read) for read in _read(node, inside))
         else:
-            yield from _read(step, names)
+            yield from ((graph, *read) for read in _read(step, names))
 
 
 def _read(node: Node, names: dict[str, str]) -> Iterator[tuple[Node, list[str]]]:

@@ -85,13 +85,6 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
 
 __device__ __forceinline__ float widened(float value) { return value; }
 
-// Two neighbours, rounded.
-__device__ __forceinline__ u32 rounded_to_float16(float first, float second) {
-  u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-  return both;
-}
-
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

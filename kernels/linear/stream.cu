@@ -17,8 +17,9 @@
 // So a row of y does not depend on the other rows of x, nor on how many there are, nor on the grid, bit for bit.
 //
 // Programmatic dependent launch: the kernel lets the next one start at once, and waits for the one in front before it
-// reads x or the residual, or writes y. Weights and bias must not be written by a kernel in front of it: the ring is
-// filled before the wait, which is where the time between two kernels goes otherwise.
+// reads x or the residual, or writes y. Weights and bias must not be written by a kernel in front of it: it asks for
+// the first weights before the wait, and for more as these come, until the ring is full. That is where the time between
+// two kernels goes otherwise.
 //
 // Defines:
 //   FLOAT16          elements are float16; else bfloat16
@@ -29,7 +30,9 @@
 //   TEAMS=n          1 or 2; there are as many warps in all
 //   PASS=n           so many tiles share one reading of x, a multiple of TEAMS; no more where all of x stays in shared
 //                    memory
-//   KEEPS_X          it does, and lies in one piece
+//   KEEPS_X          all of x stays in shared memory, each row in one piece, and the warps that multiply bring it: only
+//                    where they prepare x, as for weights in four bits. Without it x may stay, too, in pieces that each
+//                    have a slot
 //   UNROLL=n         so many steps of the inner loop in a row
 //
 // and for weights in few bits (`Stored` in stream_plan.py):
@@ -139,7 +142,8 @@ __device__ __forceinline__ void store_shared(u32 to, u16 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
 }
 
-// Sixteen bytes of x, from the L2 cache: another kernel may have written them since this one began.
+// Sixteen bytes of x, which a block reads once: .cg leaves the L1 cache out. What the kernel in front has written is
+// visible after the wait for it.
 __device__ __forceinline__ void load_input(u32 (&to)[4], const void* from) {
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
@@ -209,7 +213,9 @@ struct Plan {
   int pitch, x_pitch;     // bytes from a row's piece to the next row's in shared memory, of w and of x
   int x_slots, stages;    // pieces of x and, of a team, of w in shared memory
   int in_flight;          // of these, how many a team has asked for at most, and not got
-  bool keeps_x;           // each piece of x has a slot of its own
+#ifndef KEEPS_X
+  bool has_all_slots;     // each piece of x has a slot of its own, and stays there
+#endif
   int scale_slots;        // tiles of a team whose scales are there, if they lie in groups
 
   __device__ int length(int index, int inputs) const { return min(piece, inputs - index * piece); }
@@ -226,7 +232,7 @@ __device__ __forceinline__ int bytes_of_scales(int groups) {
 __device__ __forceinline__ int wrapped(int place, int length) { return place < length ? place : place - length; }
 
 // One thread: the pieces of w for a team, in the order in which they are multiplied. It waits for room in the ring, and
-// for pieces that are on their way, but for no other thread.
+// for pieces that are on their way.
 __device__ __forceinline__ void produce_weights(
     const Plan& plan, int team, const unsigned char* w, const unsigned char* scales, const u32* points, int columns,
     int inputs, u32 ring, u32 scale_slots, u32 full, u32 empty) {
@@ -304,7 +310,7 @@ __device__ __forceinline__ void produce_weights(
 }
 
 #ifndef KEEPS_X
-// One warp: the pieces of x, once if they are kept, else once a pass.
+// One warp: the pieces of x, once if each has a slot, else once a pass.
 __device__ __forceinline__ void produce_x(
     const Plan& plan, const Input* x, i64 row_stride, i64 stride, int rows, int inputs, u32 slots, u32 full,
     u32 empty) {
@@ -341,12 +347,15 @@ __device__ __forceinline__ void produce_x(
       __syncwarp();
       place.advance(plan.x_slots);
     }
-    if (plan.keeps_x) return;
+    if (plan.has_all_slots) return;
   }
 }
 #endif
 
 #include "linear/stream_products.cuh"
+#if defined(KEEPS_X) && !defined(PREPARES_X)
+#error KEEPS_X is for an x that is prepared
+#endif
 #include "linear/stream_inputs.cuh"
 
 typedef float Partials[WARPS][TILE][ROWS];
@@ -414,7 +423,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
 #endif
   plan.x_pitch = plan.x_width * (int)sizeof(Input) + X_PAD + bytes_of_x_sums(plan.x_width);
   plan.x_slots = (int)x_slots, plan.stages = (int)stages, plan.in_flight = (int)in_flight;
-  plan.keeps_x = plan.x_slots == plan.pieces;
+#ifndef KEEPS_X
+  plan.has_all_slots = plan.x_slots == plan.pieces;
+#endif
   const int team = warp < W_WARP ? warp / TEAM : min(warp - W_WARP, TEAMS - 1);
   const u32 rings = shared_address(memory + sizeof(Head)), of_ring = plan.stages * TILE * plan.pitch;
   const u32 ring = rings + team * of_ring, slots = rings + TEAMS * of_ring;
@@ -546,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&head.x_empty[x_place.at]));
       x_place.advance(plan.x_slots);
-      if (plan.keeps_x) x_place.parity = 0;    // what is kept stays in its first phase
+      if (plan.has_all_slots) x_place.parity = 0;    // what is kept stays in its first phase
 #endif
     }
 #ifdef GROUP

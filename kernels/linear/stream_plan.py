@@ -22,10 +22,11 @@ _LEAST_STAGES, _MOST_STAGES, _MOST_X_SLOTS = 2, 12, 8
 class Way(NamedTuple):
     """How the weight stream goes for some numbers of rows; the figures are the fastest that were measured.
 
-    `piece`: elements of a row that are copied at once. x is kept in shared memory if it takes no more than `kept_bytes`
-    and a block has `kept_from` tiles at least, or as many as it may have where x is prepared; else it is read again for
-    every few tiles. `in_flight`: bytes of the weight that a block asks memory for at a time. `room` are bytes of shared
-    memory that are left to the kernels beside.
+    `piece`: elements of a row that are copied at once. An x of one or two pieces is kept in shared memory. A longer one
+    is kept if it takes no more than `kept_bytes` and a block has `kept_from` tiles at least; where x is prepared
+    (`Stored.prepares_x`) the number of tiles doesn't count. What isn't kept is read again for every few tiles.
+    `in_flight`: bytes of the weight, with those behind pieces, that a block asks memory for at a time; if a stage of
+    each team is more, it is that. `room` are bytes of shared memory that are left to the kernels beside.
     """
 
     piece: int
@@ -65,7 +66,7 @@ class Stored(NamedTuple):
 
     @property
     def prepares_x(self) -> bool:
-        """Whether the warps that multiply put x into an order, or sum it, before: what is kept they best bring, too."""
+        """Whether the warps that multiply first put x into an order, or sum it. An x that is kept they also bring."""
         return self.bits == 4 or self.summed is not None
 
     def threads(self, *, keeps_x: bool) -> int:
@@ -158,6 +159,7 @@ def plan_that_fits(
     fits = most >= way.kept_from and pieces <= _MOST_X_SLOTS and rows * pieces * x_pitch <= way.kept_bytes
     keeps_x = stored.prepares_x and (pieces <= 2 or rows * whole <= way.kept_bytes)
     x_slots = 1 if keeps_x else pieces if pieces <= 2 or fits else 2
+    assert keeps_x or not (stored.prepares_x and x_slots == pieces), "a piece that stays would be prepared each time"
     is_read_once = keeps_x or x_slots == pieces
     tiles = stored.teams if is_read_once else max(stored.teams, 2 if most <= 2 else stored.most_tiles_a_pass)
     around = stored.head_bytes + rows * x_slots * (whole if keeps_x else x_pitch) + stored.x_scales(inputs)

@@ -31,7 +31,7 @@ static_assert(GROUP % SUMMED == 0 && STEP % SUMMED == 0 && SUMMED % (LOADED / 2)
 constexpr int SUMMED = STEP;
 #endif
 
-// Values that are lowered, and what sums are multiplied with for it; and the ones for sums of such x.
+// Values that are lowered, and what sums are multiplied with for it.
 #if defined(MXFP4)
 #define LOWERED FP4_LOWERED
 #elif defined(PACKED4) && !defined(FLOAT16)
@@ -42,11 +42,6 @@ constexpr float SUMS_RAISED = 1 / (LOWERED * X_RAISED);
 #else
 #define LOWERED 1
 constexpr float SUMS_RAISED = 1;
-#endif
-#if defined(PACKED4) && !defined(FLOAT16)
-constexpr u32 ODD_ONES = twice(0x4180);    // 16
-#else
-constexpr u32 ODD_ONES = ONES;
 #endif
 
 // What values are too large by, of all rows: sums begin with it times the sum of x, less than nothing; and so with points.

@@ -43,13 +43,15 @@ _BYTES_OFFSET = 128
 """What values of packed8 are made without, whatever their offset is."""
 _ALIGNED = 16
 """Bytes of which a row's scales of groups are a multiple."""
+_EIGHT_BITS_OF_FEW = tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (2048, 1024))
+"""For one and two rows."""
 _WAYS: dict[int, dict[int, tuple[Way, ...]]] = {
     1: {
-        8: tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (2048, 1024)),
+        8: _EIGHT_BITS_OF_FEW,
         4: tuple(Way(piece, kept_bytes=36 << 10, in_flight=36 << 10) for piece in (4096, 2048, 1024)),
     },
     2: {
-        8: tuple(Way(piece, kept_bytes=36 << 10, kept_from=3) for piece in (2048, 1024)),
+        8: _EIGHT_BITS_OF_FEW,
         4: tuple(Way(piece, kept_bytes=60 << 10, in_flight=36 << 10) for piece in (4096, 2048, 1024)),
     },
     MAX_ROWS: {
@@ -57,9 +59,10 @@ _WAYS: dict[int, dict[int, tuple[Way, ...]]] = {
         4: tuple(Way(piece, kept_bytes=72 << 10, in_flight=36 << 10) for piece in (4096, 2048, 1024)),
     },
 }
-"""By the most rows, and by a weight's bits: the first for which there is room."""
+"""By the most rows, and by a weight's bits: the first for which there is room. In pieces of 4096 weights of four bits a
+stage of each team is more than `in_flight`."""
 _LONGEST_OF_ONE_ROW = {"packed4": 2048, "mxfp4": 1024}
-"""Pieces for one row, where not the longest are the fastest: the first of them is sooner there."""
+"""Weights in a piece at most, for one row: in these formats shorter pieces are faster, as the first comes sooner."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 

@@ -33,6 +33,18 @@ GRAPH = """
       return logits=%logits
     }
 """
+OTHER = """
+    block other {
+      inputs { %chosen: bfloat16[1, T, 8] }
+      params { %dense: bfloat16[8, 8] }
+      %a = aten.linear.default(input=%chosen, weight=%dense)
+      return %a
+    }
+    main {
+      %x = precast.embedding(ids=%ids, weight=%table)
+      %z = call other(chosen=%x, dense=%dense)
+      %y = call layer(x=%z,"""
+"""A block that names something else as the layer names the experts' ids."""
 DENSE, EXPERT = 2 * 8 * 8, 2 * (16 * 8 + 8 * 8)
 
 
@@ -41,6 +53,13 @@ def test_weights_are_read_once_and_of_experts_those_that_are_chosen() -> None:
     found = step_floors.floor(parse_graph(GRAPH), tokens=5, sequences=3, length=9, experts=[3])
 
     assert found.weight_bytes == 2 * 100 * 8 + DENSE + 3 * EXPERT
+
+
+def test_a_token_chooses_as_many_experts_as_its_layer_says() -> None:
+    begin, end = GRAPH.index("\n    main {"), GRAPH.index(" chosen=%chosen, w=%w")
+    graph = parse_graph(GRAPH[:begin] + OTHER + GRAPH[end:])
+
+    assert step_floors.bytes_of_one_token(graph, 9) == 2 * 100 * 8 + DENSE + 2 * EXPERT
 
 
 def test_products_are_counted_by_rows() -> None:

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "fibers.h"
@@ -75,8 +76,9 @@ inline void barrier_arrive(u32 barrier) { change(barrier, 1, 0); }
 inline void barrier_expect(u32 barrier, u32 bytes) { change(barrier, 1, bytes); }
 
 // Copies that have been asked for: they end in any order, while threads wait.
-struct Copy { u32 to; const void* from; u32 bytes, barrier; };
+struct Copy { u32 to; const void* from; u32 bytes, barrier; bool is_read_once; };
 inline std::vector<Copy> on_their_way;
+inline size_t most_on_their_way = -1;    // pieces of what is read once, each with a barrier
 inline void end_a_copy() {
   static std::minstd_rand chance(1);
   if (on_their_way.empty()) return;
@@ -97,10 +99,15 @@ inline bool elected() { return lane() == 0; }
 inline u64 read_once_policy() { return 0; }
 inline void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   CHECK((u64)from % 16 == 0 && to % 16 == 0 && bytes % 16 == 0 && bytes > 0 && to + bytes <= shared_bytes);
-  on_their_way.push_back({to, from, bytes, barrier});
+  on_their_way.push_back({to, from, bytes, barrier, false});
 }
 inline void copy_once(u32 to, const unsigned char* from, u32 bytes, u32 barrier, u64) {
   copy(to, from, bytes, barrier);
+  on_their_way.back().is_read_once = true;
+  std::set<u32> pieces;
+  for (const Copy& each : on_their_way)
+    if (each.is_read_once) pieces.insert(each.barrier);
+  CHECK(pieces.size() <= most_on_their_way);
 }
 
 inline unsigned char* at(u32 address, u32 bytes) {

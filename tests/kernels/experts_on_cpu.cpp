@@ -1,8 +1,9 @@
 // Runs kernels/quantised_experts/stream.cu on a CPU: a fiber for each thread of a block, one block after the other.
 //
-// "few_bits.inc" and "experts.inc" are the sources without the functions that are PTX, which are written here and in
-// halves_on_cpu.h in C++. What they are given is checked (alignment, room in shared memory, arrivals at barriers), and
-// weights, scales and x end in front of a page that may not be read; shared memory and results are NaN before.
+// "experts.inc" is the source without the functions in PTX, which are written here and in halves_on_cpu.h in C++. What
+// they are given is checked (alignment, room in shared memory, arrivals at barriers, and how many pieces of weights are
+// on their way), and weights, scales and x end in front of a page that may not be read; shared memory and results are
+// NaN before.
 // Arguments: tokens, how ids are drawn (0 at random, 1 some of no expert, 2 one expert for all, 3 no expert for all),
 // blocks. Prints the largest error relative to 1 + |expected|, and a checksum of the first pair's row.
 
@@ -17,7 +18,6 @@ inline void load_two_matrices(u32 (&to)[2], u32 from) {
     memcpy(&to[i], shared + addresses[warp_of()][8 * i + lane() / 4] + lane() % 4 * 4, 4);
   __syncwarp();
 }
-#include "few_bits.inc"
 
 #include "experts.inc"
 
@@ -62,6 +62,7 @@ int main(int, char** given) {
   gridDim.x = atoi(given[3]);
   shared_bytes = sizeof(Head) + STAGES * STAGE_BYTES;
   CHECK(shared_bytes <= 227 << 10);
+  most_on_their_way = IN_FLIGHT;
   const size_t rows = (size_t)EXPERTS * ROWS;
   const float size = 1 / sqrtf(SIZE_K);
   const unsigned char* weights = drawn_bytes(rows * ROW_BYTES, 0, 255);

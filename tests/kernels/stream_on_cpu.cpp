@@ -2,11 +2,11 @@
 //
 // "stream.inc" is the kernel's source, and that of few_bits.cuh, without the functions that are PTX, which are written
 // here and in halves_on_cpu.h in C++. What they are given is checked (alignment, room in shared memory, arrivals at
-// barriers), w and x end in front of a page that may not be read, and shared memory and results are NaN before.
-// Arguments: rows, outputs, inputs, how x lies (0 in row-major order, 1 with gaps of 16 bytes between rows, 2 every
-// second element), and of a plan (`Plan` in stream_plan.py) the kernel's arguments, the slots for scales, how many
-// blocks there are, and bytes of shared memory. Prints the largest error relative to 1 + |expected|, and a checksum of
-// the first row.
+// barriers, and how many pieces of w are on their way), w and x end in front of a page that may not be read, and shared
+// memory and results are NaN before. Arguments: rows, outputs, inputs, how x lies (0 in row-major order, 1 with gaps of
+// 16 bytes between rows, 2 every second element), and of a plan (`Plan` in stream_plan.py) the kernel's arguments, the
+// slots for scales, how many blocks there are, and bytes of shared memory. Prints the largest error relative to 1 +
+// |expected|, and a checksum of the first row.
 
 #include "blocks_on_cpu.h"
 
@@ -89,6 +89,7 @@ int main(int, char** given) {
   const int columns = outputs / HALVES, residual_stride = columns + 5;
   gridDim.x = atoi(given[13]);
   shared_bytes = atoi(given[14]);
+  most_on_their_way = plan[5] * TEAMS;
   const i64 stride = lies == 2 ? 2 : 1;
   const i64 row_stride = lies == 0 ? inputs : lies == 1 ? inputs + 16 / sizeof(Input) : 2 * inputs + 3;
   const size_t x_count = (rows - 1) * row_stride + (inputs - 1) * stride + 1;

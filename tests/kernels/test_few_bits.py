@@ -7,10 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from plain_source import plain_source
 
 HERE = Path(__file__).parent
-PTX, PLAIN = "// --- what PTX has and C++ has not", "// --- pairs of elements"
-"""Between these lines of the header are functions that `halves_on_cpu.h` has too."""
 
 
 @pytest.mark.parametrize("element", ["bfloat16", "float16"])
@@ -18,9 +17,7 @@ def test_elements_of_all_numbers_of_few_bits(element: str, tmp_path: Path) -> No
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++ to compile the header for this CPU")
-    header = (HERE.parents[1] / "kernels" / "few_bits.cuh").read_text(encoding="utf-8")
-    plain = header[: header.index(PTX)] + header[header.index(PLAIN) :]
-    (tmp_path / "few_bits.inc").write_text(plain, encoding="utf-8")
+    (tmp_path / "few_bits.inc").write_text(plain_source("few_bits.cuh"), encoding="utf-8")
     flags = ["-std=c++20", "-O2", f"-I{tmp_path}", f"-I{HERE}", *(["-DFLOAT16"] if element == "float16" else [])]
     subprocess.run([compiler, *flags, HERE / "few_bits_on_cpu.cpp", "-o", tmp_path / "few_bits"], check=True)
 

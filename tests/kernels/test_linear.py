@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plain_source import plain_source
 from torch.nn import functional
 
 from precast.kernels import cuda_source
@@ -30,6 +32,7 @@ from precast.kernels.linear.stream_plan import (
     plan_of,
     plan_that_fits,
 )
+from precast.kernels.quantised_linear import streamed
 from precast.kernels.records import Record
 
 FILE, HOPPER = "linear/stream.cu", (9, 0)
@@ -39,6 +42,9 @@ VARIANTS = [
     {}, {"BIAS": True}, {"FLOAT16": True}, {"RESIDUAL": True}, {"GATE": "silu"}, {"GATE": "gelu_tanh", "BIAS": True},
     {"GATE": "gelu", "BIAS": True, "RESIDUAL": True, "FLOAT16": True},
 ]  # fmt: skip
+
+OF_FEW_BITS = [way for of_rows in streamed._WAYS.values() for ways in of_rows.values() for way in ways]
+WAYS = dict.fromkeys((LONG, SHORT, *OF_FEW_BITS))
 
 needs_nvrtc = pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
 
@@ -94,13 +100,13 @@ def test_a_tile_for_each_block_and_none_without() -> None:
     assert [stream("T", outputs, 64, "bfloat16", gate="silu").grid for outputs in (2, 16, 18)] == [(1,), (1,), (2,)]
 
 
-@pytest.mark.parametrize("way", [LONG, SHORT, Way(piece=2048, kept_bytes=60 << 10, in_flight=36 << 10)], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     "stored", [SIXTEEN_BITS, Stored(8, 1, 128), Stored(8, 2, 128, 128, 4, True), Stored(4, 2, 128, 128, 2, summed=128)],
     ids=str,
 )  # fmt: skip
 def test_as_much_is_on_its_way_as_there_is_room_for(stored: Stored, way: Way) -> None:
-    """Not more than the way says, but one stage at least."""
+    """Not more than the way says, but one stage of each team at least."""
     for rows in (1, 2, 8):
         for outputs in (16, 300, 4096, 128_256):
             for inputs in (128, 640, 4096, 14_336):
@@ -116,15 +122,6 @@ def test_as_much_is_on_its_way_as_there_is_room_for(stored: Stored, way: Way) ->
 
 # --- its source on a CPU -----------------------------------------------------------------------------------------
 
-PTX = "// --- what PTX has and C++ has not"
-HALF, FEW_BITS_HEADER = '#include "half.cuh"\n', '#include "few_bits.cuh"\n'
-PARTS = ("ring.cuh", "linear/stream_products.cuh", "linear/stream_inputs.cuh")
-
-
-def without_ptx(source: str, plain: str) -> str:
-    """Without what is between the headings of functions in PTX, which `stream_on_cpu.cpp` has too, and of `plain`."""
-    return source[: source.index(PTX)] + source[source.index(plain) :]
-
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
@@ -133,16 +130,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     if compiler is None:
         pytest.skip("needs g++ to compile the kernel's source for this CPU")
     folder, here = tmp_path_factory.mktemp("stream"), Path(__file__).parent
-    kernels = here.parents[1] / "kernels"
-    header = without_ptx((kernels / "few_bits.cuh").read_text(encoding="utf-8"), "// --- pairs of elements")
-    plain = without_ptx((kernels / FILE).read_text(encoding="utf-8"), "// --- activations")
-    for part in PARTS:
-        plain = plain.replace(f'#include "{part}"\n', (kernels / part).read_text(encoding="utf-8"))
-    plain = plain.replace(FEW_BITS_HEADER, header).replace("#pragma once", "")
-    plain = plain.replace(HALF, "")
-    plain = plain.replace('extern "C"', "")
-    plain = plain.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
-    (folder / "stream.inc").write_text(plain, encoding="utf-8")
+    (folder / "stream.inc").write_text(plain_source(FILE), encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:
@@ -244,13 +232,17 @@ FEW_BITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stored", FEW_BITS)
-def test_source_on_a_cpu_of_weights_in_few_bits(on_cpu: Callable[..., tuple[float, int]], stored: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "lies"), [*((each, 0) for each in FEW_BITS), *product(("packed4", "mxfp4"), (1, 2))]
+)  # fmt: skip
+def test_source_on_a_cpu_of_weights_in_few_bits(
+    on_cpu: Callable[..., tuple[float, int]], format: str, lies: int
+) -> None:
     """A row has the same bits whatever the way, the grid, and the rows beside it."""
-    defines, lies = FEW_BITS[stored]
+    defines, stored = FEW_BITS[format]
     ways = ((1, 1, LONG), (7, 2, Way(piece=1024, kept_bytes=0, room=60_000)), (3, 1, LONG))
 
-    found = [on_cpu(rows, 52, 3072, blocks, way, 0, f"{defines} -DBIAS", lies) for rows, blocks, way in ways]
+    found = [on_cpu(rows, 52, 3072, blocks, way, lies, f"{defines} -DBIAS", stored) for rows, blocks, way in ways]
 
     assert all(error < 2**-8 for error, _ in found)
     assert len({checksum for _, checksum in found}) == 1

@@ -178,10 +178,9 @@ def test_it_compiles_for_hopper(format: str, dtype: torch.dtype, tmp_path: Path)
     """With as few registers as its threads may have, and without more memory for them."""
     launch = launches(RECORDS[-1], called(format, CPU, 8, 128, 1024, bias=True, dtype=dtype))[-1]
     teams = launch.constants["TEAMS"]
-    for tiles in (teams, 4 if launch.block > 512 else 8):  # that share a reading of x
-        constants = {**launch.constants, "PASS": tiles}
-        if tiles > teams:
-            constants["KEEPS_X"] = False
+    most = 4 if launch.block > 512 else 8
+    for tiles, keeps_x in ((teams, launch.constants["KEEPS_X"]), (teams, False), (most, False)):
+        constants = {**launch.constants, "PASS": tiles, "KEEPS_X": keeps_x}
         cubin = cuda_source.compiled("linear/stream.cu", tuple(constants.items()), HOPPER)
         used = resource_usage(cubin, tmp_path)
 

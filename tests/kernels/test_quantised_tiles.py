@@ -3,7 +3,6 @@ definition."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
+from plain_source import plain_source
 
 from precast.kernels import cuda_source
 from precast.kernels.choices import fitting
@@ -151,20 +151,6 @@ def test_it_compiles_for_hopper(format: str) -> None:
 
 # --- its source on a CPU -----------------------------------------------------------------------------------------
 
-PTX = "// --- what PTX has and C++ has not"
-"""What follows it in a source, up to the next such line, is in `tiles_on_cpu.cpp` and in `halves_on_cpu.h` too."""
-
-
-def plain(source: str) -> str:
-    """Without PTX, and headers of it."""
-    begin = source.index(PTX)
-    source = source[:begin] + source[source.index("// ---", begin + len(PTX)) :]
-    ring = (HERE.parents[1] / "kernels" / "ring.cuh").read_text("utf-8").replace("#pragma once", "")
-    source = re.sub(r'^#include ".*"$', "", source.replace('#include "ring.cuh"\n', ring), flags=re.MULTILINE).replace(
-        'extern "C"', ""
-    )
-    return source.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
-
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
@@ -172,10 +158,8 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++ to compile the kernel's source for this CPU")
-    folder, kernels = tmp_path_factory.mktemp("tiles"), HERE.parents[1] / "kernels"
-    header, source = ((kernels / name).read_text("utf-8") for name in ("few_bits.cuh", "quantised_linear/tiles.cu"))
-    constants, rest = source.split(PTX, 1)
-    (folder / "tiles.inc").write_text(plain(header) + plain(constants + PTX + rest), encoding="utf-8")
+    folder = tmp_path_factory.mktemp("tiles")
+    (folder / "tiles.inc").write_text(plain_source("quantised_linear/tiles.cu"), encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:

@@ -16,6 +16,7 @@ import torch
 from op_samples.draw import Draw, Sample
 from op_samples.quantised import fp8, mxfp4, nvfp4, packed
 from op_samples.quantised_experts import CLAMPED, Make, experts
+from plain_source import plain_source
 
 from precast.kernels import cuda_source
 from precast.kernels.choices import fitting
@@ -118,20 +119,6 @@ def test_it_compiles_for_hopper(make: Make, few: streamed.Few) -> None:
 
 # --- its source on a CPU -----------------------------------------------------------------------------------------
 
-PTX = "// --- what PTX has and C++ has not"
-"""Where functions begin that `experts_on_cpu.cpp` has too, or `halves_on_cpu.h`; they end at the next such line."""
-
-
-def plain(source: str) -> str:
-    """Without what only a GPU's compiler understands."""
-    begin = source.index(PTX)
-    found = source[:begin] + source[source.index("// ---", begin + len(PTX)) :]
-    found = found.replace('#include "half.cuh"\n', "").replace('#include "few_bits.cuh"\n', "")
-    ring = (Path(__file__).parents[2] / "kernels" / "ring.cuh").read_text(encoding="utf-8")
-    found = found.replace('#include "ring.cuh"\n', ring)
-    found = found.replace('extern "C"', "").replace("#pragma once", "")
-    return found.replace("extern __shared__ __align__(128) unsigned char memory[];", "unsigned char* memory = shared;")
-
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
@@ -140,9 +127,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
     if compiler is None:
         pytest.skip("needs g++ to compile the kernel's source for this CPU")
     folder, here = tmp_path_factory.mktemp("experts"), Path(__file__).parent
-    kernels = here.parents[1] / "kernels"
-    for name, source in (("few_bits", kernels / "few_bits.cuh"), ("experts", kernels / FILE)):
-        (folder / f"{name}.inc").write_text(plain(source.read_text(encoding="utf-8")), encoding="utf-8")
+    (folder / "experts.inc").write_text(plain_source(FILE), encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:

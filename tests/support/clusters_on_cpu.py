@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_source import plain_source
 
 from precast.ir.graph import symbols
-from precast.kernels.cuda_source import included
 from precast.kernels.records import Launch, Pointer, Stride
 
-_ROOT = Path(__file__).parents[2]
-_PTX = re.compile(r"// --- what PTX has and C\+\+ has not.*?(?=// --- )", re.DOTALL)
-"""What the emulation has, as it has what is in `half.cuh`."""
+_TESTS = Path(__file__).parents[1]
 
 
 class Source:
@@ -28,14 +25,9 @@ class Source:
         self._compiler = shutil.which("g++")
         if self._compiler is None:
             pytest.skip("needs g++ to compile the kernel's source for this CPU")
-        self._folder, self._program = folder, _ROOT / "tests" / "kernels" / program
+        self._folder, self._program = folder, _TESTS / "kernels" / program
         self._built: dict[tuple[str, ...], ctypes.CDLL] = {}
-        text = (_ROOT / "kernels" / file).read_text(encoding="utf-8")
-        for name in included(text):
-            header = "" if name == "half.cuh" else (_ROOT / "kernels" / name).read_text(encoding="utf-8")
-            text = text.replace(f'#include "{name}"', header.replace("#pragma once", ""))
-        text = _PTX.sub("", text).replace('extern "C"', "")
-        text = re.sub(r"extern __shared__ .*memory\[\];", "u32 memory[1];", text)
+        text = plain_source(file, memory="u32 memory[1];")
         (folder / program.replace("_on_cpu.cpp", ".inc")).write_text(text, encoding="utf-8")
 
     def run(
@@ -67,7 +59,7 @@ class Source:
         places = [x for early, after in changed for x in (early.data_ptr(), after.data_ptr(), after.nbytes)]
         self._library((*constants, *defines)).run(
             (ctypes.c_uint64 * len(numbers))(*numbers),
-            (ctypes.c_uint32 * 3)(*(symbols.evaluate(size, {}) for size in launch.grid)), launch.block,
+            (ctypes.c_uint32 * 3)(*[symbols.evaluate(size, {}) for size in (*launch.grid, 1, 1)][:3]), launch.block,
             launch.shared_bytes, late, (ctypes.c_uint64 * len(places))(*places), len(changed),
         )  # fmt: skip
 
