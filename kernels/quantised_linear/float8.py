@@ -35,10 +35,10 @@ def scales_of(use: Use) -> Scales | None:
     if activation == "fp8_group":
         in_blocks = (sizes.rows, sizes.group) == (BLOCK, BLOCK) and sizes.inputs % (BLOCK * _STRIDE) == 0
         return "blocks" if in_blocks else None
-    if sizes.num_groups != 1 or not (_has_one(use) or sizes.rows == 1):
+    if sizes.num_groups != 1 or not (has_one_scale(use) or sizes.rows == 1):
         return None
     if activation == "fp8_tensor":
-        return "one" if _has_one(use) else "rows"
+        return "one" if has_one_scale(use) else "rows"
     return "rows" if activation == "fp8_token" else None
 
 
@@ -86,10 +86,10 @@ def _space(use: Use) -> _Space:
 
 
 def _is_spread(use: Use) -> bool:
-    return scales_of(use) == "rows" and _has_one(use)
+    return scales_of(use) == "rows" and has_one_scale(use)
 
 
-def _has_one(use: Use) -> bool:
+def has_one_scale(use: Use) -> bool:
     """Whether the whole weight has one scale."""
     return (use.number("scales", 0), use.number("scales", 1)) == (1, 1)
 

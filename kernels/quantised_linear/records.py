@@ -15,7 +15,7 @@ import msgspec
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul, numel
-from precast.kernels.quantised_linear import float8, launches, streamed, tiles
+from precast.kernels.quantised_linear import float8, float8_tiles, launches, streamed, tiles
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.rows import has_rows
 from precast.kernels.use import Use, numbers
@@ -166,6 +166,7 @@ _FROM = (0, *(most + 1 for most in launches.ROWS))
 _QUANTISED = (
     *streamed.records(),
     *tiles.records(),
+    *float8_tiles.records(),
     *_FLOAT8_RECORDS,
     *_WHOLE,
     *(_up_to(least, most) for least, most in zip(_FROM, launches.ROWS, strict=False)),

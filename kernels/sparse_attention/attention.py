@@ -19,8 +19,9 @@ TILE = 64
 WARPS = 8
 """Of a block, that multiply."""
 FEW_ROWS, GROUP_ROWS = 32, 64
-"""Heads of a block. Warp groups multiply 64, but not those of one token alone, for which there are no more tiles than
-blocks."""
+"""Heads of a block. Warp groups multiply 64, and are the faster ones even if there are 16; but not in steps of one or
+two tokens, for which there are hardly more tiles than blocks (with more than MANY_HEADS of two)."""
+MANY_HEADS = 64
 MOST_TOKENS = (1, 2, 4, 8, 16, 32)
 """Of a step, at the ends of ranges in which a token is divided among as many blocks."""
 MOST_CLUSTER, MOST_STAGES = 2, 2
@@ -73,9 +74,11 @@ def ranges() -> Iterator[tuple[int, int | None]]:
 
 def attend_of(use: Use, tokens: int | None) -> Attend:
     """For steps of up to so many tokens: as many blocks as leaves each a multiprocessor, but no more than tiles."""
-    in_groups = tokens != 1 and known(use, "q", 2) > FEW_ROWS and _fits_groups(use)
+    heads = known(use, "q", 2)
+    is_large = tokens is None or tokens > 2 or (tokens == 2 and heads > MANY_HEADS)
+    in_groups = is_large and _fits_groups(use)
     rows = GROUP_ROWS if in_groups else FEW_ROWS
-    groups = -(-known(use, "q", 2) // rows)
+    groups = -(-heads // rows)
     tiles = -(-known(use, "selected", 2) // TILE)
     blocks = min(tiles, NUM_SMS // ((tokens or NUM_SMS) * groups))
     blocks = 1 << max(blocks, 1).bit_length() - 1
@@ -126,7 +129,7 @@ def attend_launch(use: Use, how: Attend) -> Launch:
 
 def shared_bytes(width: int, how: Attend) -> int:
     """What a block needs: its ring, queries and weights, and numbers of rows and of stages."""
-    if how.in_groups:    # weights are where rope parts were
+    if how.in_groups:  # weights are where rope parts were
         return (how.stages + 1) * TILE * width * 2 + how.rows * 4 * (how.stages + 3) + how.stages * 24
     ring = how.stages * TILE * 16 * (width // 8 | 1)
     of_rows = width * 2 + TILE * 2 + 4 * (WARPS * 16 // how.rows + 1)

@@ -107,7 +107,9 @@ def _prompts(use: Use, scores: Pointer) -> Launch:
     return Launch(
         kernel="precast.kernels.sparse_attention/prompts.cu:select_prompts",
         grid=(NUM_SMS, 1, 1),
-        args=(Pointer("out.0"), scores, *_given(), use.shape("q")[1], _sequences(use), _prompt_places(use), *_strides()),
+        args=(
+            Pointer("out.0"), scores, *_given(), use.shape("q")[1], _sequences(use), _prompt_places(use), *_strides(),
+        ),
         constants={
             **_selecting(use), "BY_TOKEN": True, "FLOAT16": use.operands["q"].type.dtype == "float16",
             "HEADS": known(use, "q", 2), "SIZE": size, "SCALE": real(use, "scale"), "TOKENS": _queries(use),

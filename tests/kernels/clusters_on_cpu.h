@@ -92,8 +92,8 @@ inline unsigned char* at(u32 address, u32 bytes) {
   return shared[current->rank].data() + address;
 }
 static void arrive(const Copy& copy) {
-  memset(at(copy.to, 16), 0, 16);
-  memcpy(at(copy.to, 16), copy.from, copy.bytes);
+  if (copy.bytes == 0) memset(at(copy.to, 16), 0, 16);
+  memcpy(at(copy.to, copy.bytes), copy.from, copy.bytes);
 }
 inline void copy_piece(u32 to, const void* from, u32 bytes, bool wanted) {
   if (!wanted) return;

@@ -139,7 +139,7 @@ def test_sources_on_a_cpu(
 
 @pytest.fixture(scope="module")
 def prompts_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs the source that selects for prompts, with `blocks` blocks, and room for the scores of as many as `active`."""
+    """Runs the source that selects for prompts, with so many blocks, and room for scores of `active` of them."""
     source = source_of("prompts", tmp_path_factory)
 
     def execute(sample: Sample, blocks: int, active: int, near: int, *, late: bool = False) -> torch.Tensor:
@@ -176,8 +176,8 @@ def prompts_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ids=str,
 )
 def test_prompts_on_a_cpu(
-    prompts_on_cpu: Run, dtype: torch.dtype, heads: int, size: int, count: int, page_size: int, blocks: int, active: int,
-    near: int, more: dict[str, Any],
+    prompts_on_cpu: Run, dtype: torch.dtype, heads: int, size: int, count: int, page_size: int, blocks: int,
+    active: int, near: int, more: dict[str, Any],
 ) -> None:  # fmt: skip
     sequences = [(9, 70), (1, 33), (0, 4), (5, 140), (2, 2), (1, 7)]
     sample = paged_select_sample(

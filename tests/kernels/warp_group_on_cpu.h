@@ -6,8 +6,9 @@
 
 #pragma once
 
-// An element of an operand that is described as PTX says (matrix descriptors): of k the number `k`, of the others `n`.
-static float element_at(u64 operand, bool by_row, int n, int k) {
+// Where an element is of an operand that is described as PTX says (matrix descriptors): of k the number `k`, of the others
+// `n`. It takes so many bytes.
+static u32 place_of_element(u64 operand, bool by_row, int n, int k, int size) {
   const u32 begin = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, eight = (operand >> 32 & 0x3fff) << 4;
   u32 from;
   if (operand >> 62 == 0) {
@@ -16,11 +17,14 @@ static float element_at(u64 operand, bool by_row, int n, int k) {
   } else {
     CHECK(operand >> 62 == 1);
     from = by_row ? begin + n / 64 * leading + n % 64 * 2 + k / 8 * eight + k % 8 * 128
-                  : begin + n / 8 * eight + n % 8 * 128 + k * 2;
+                  : begin + n / 8 * eight + n % 8 * 128 + k * size;
     from ^= (from >> 7 & 7) << 4;
   }
+  return from;
+}
+static float element_at(u64 operand, bool by_row, int n, int k) {
   u16 found;
-  memcpy(&found, at(from, 2), 2);
+  memcpy(&found, at(place_of_element(operand, by_row, n, k, 2), 2), 2);
   return widened(found);
 }
 
@@ -49,6 +53,23 @@ static void multiply_group(float* d, u64 x, u64 w, int adds) {
   multiply_rows(d, [&](int row, int k) { return element_at(x, false, first + row, k); }, w, adds, N, BY_ROW);
   __syncwarp();
 }
+
+#ifdef FLOAT8_PRODUCTS    // and there is of_float8
+template <int N>
+static void multiply_group_float8(float* d, u64 x, u64 w, int adds) {
+  const auto at_place = [](u64 operand, int n, int k) {
+    return of_float8(*at(place_of_element(operand, false, n, k, 1), 1));
+  };
+  const int first = threadIdx.x / 32 % 4 * 16;
+  for (int i = 0; i < N / 2; i++) {
+    const int row = first + lane() / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+    float sum = adds ? d[i] : 0;
+    for (int k = 0; k < 32; k++) sum += at_place(x, row, k) * at_place(w, column, k);
+    d[i] = sum;
+  }
+  __syncwarp();
+}
+#endif
 
 inline void let_products_begin() {}
 inline void end_batch() {}

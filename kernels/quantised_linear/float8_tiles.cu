@@ -1,0 +1,290 @@
+// product_float8: y[m, n] = sum over k of x[m, k] * w[n, k], for 9 to 64 rows of x, both of float8_e4m3fn with scales.
+//
+// Tiles of 128 rows of w and of all of x, over 128 k at a time. Two warps copy rows of w into a ring in shared memory, and
+// one those of x, both in the order in which the tensor cores read them (wgmma). Two warp groups multiply, each 64 rows of
+// a tile. What they sum over 128 k is added to sums in float32, times scales if BLOCKS have them: the tensor cores alone
+// keep 14 digits of a sum.
+//
+// A cluster takes a tile, and each of its blocks as many k as the others. In the end a block is given what the others have
+// of its share of the sums, and adds them in the order of the blocks: a row of y has the same bits whatever the other
+// rows are. Where there are more tiles than multiprocessors, a block takes several.
+//
+// Programmatic dependent launch: the next kernel may start at once, and the ring begins to be filled with w before the
+// wait. Weights, their scales and bias must not be written by a kernel in front.
+//
+// Defines:
+//   FLOAT16          y and bias are float16; else bfloat16
+//   COLUMNS=n        rows of x at most: 16, 32 or 64
+//   STAGES=n         of the ring
+//   CLUSTER=n        blocks that share a tile; 1 where a block takes several
+//   BLOCKS           scales of w are of blocks of 128 x 128, those of x of 128 in a row: [rows, inputs / 128]
+//   ONE_SCALE        w has one scale; else, and without BLOCKS, each row has
+//   ONE_X_SCALE      x has one scale; else, and without BLOCKS, each row has
+//   BIAS             bias[outputs] is added before y is rounded
+
+#include "half.cuh"
+#include "ring.cuh"
+#include "warp_group.cuh"
+
+constexpr int TILE = 128;                       // rows of w in a tile
+constexpr int STAGE_INPUTS = 128;
+constexpr int MULTIPLYING = 256, THREADS = MULTIPLYING + 128;
+constexpr int W_WARP = MULTIPLYING / 32, X_WARP = W_WARP + 2, COPYING = 96;    // threads that copy
+constexpr int SUMS = COLUMNS / 2, FOURS = SUMS / 4;    // of a thread
+constexpr u32 W_STAGE = TILE * STAGE_INPUTS, X_STAGE = COLUMNS * STAGE_INPUTS;
+
+// Where things are in shared memory, in bytes.
+constexpr u32 W_RING = 0;
+constexpr u32 X_RING = W_RING + STAGES * W_STAGE;
+constexpr u32 GIVEN = X_RING + STAGES * X_STAGE;             // sums that others have, 16 bytes of a thread together
+constexpr int SHARE = (FOURS + CLUSTER - 1) / CLUSTER;       // of a thread's fours, of each block
+constexpr u32 X_SCALES = GIVEN + (CLUSTER - 1) * SHARE * MULTIPLYING * 16;    // with BLOCKS, of each stage
+#ifdef BLOCKS
+constexpr u32 FULL = X_SCALES + STAGES * COLUMNS * 4;        // barriers
+#else
+constexpr u32 FULL = X_SCALES;
+#endif
+constexpr u32 EMPTY = FULL + STAGES * 8;
+
+// --- what PTX has and C++ has not ------------------------------------------------------------------------------------
+
+// 16 bytes of memory that is read once, or several times; and 4.
+__device__ __forceinline__ void copy_once(u32 to, const unsigned char* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_piece(u32 to, const unsigned char* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_scale(u32 to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ float load_scale(u32 from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float4 load_four(u32 from) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
+  return x;
+}
+
+// To a block of the cluster.
+__device__ __forceinline__ void give_four(u32 to, u32 rank, const float* x) {
+  asm volatile("{ .reg .u32 far; mapa.shared::cluster.u32 far, %0, %1; "
+               "st.shared::cluster.v4.f32 [far], {%2, %3, %4, %5}; }" ::
+                   "r"(to), "r"(rank), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+
+// What a thread wrote before it arrives, others read after they have waited.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// --- w and x ---------------------------------------------------------------------------------------------------------
+
+struct Weight {
+  const unsigned char *values, *x;
+  const float *scales, *x_scales;
+  const Element* bias;
+  int outputs, inputs;
+};
+
+// y[m, n] of a sum.
+__device__ __forceinline__ void finish(Element* y, const Weight& w, int m, int n, float sum) {
+#ifndef BLOCKS
+#ifdef ONE_SCALE
+  sum *= w.scales[0];
+#else
+  sum *= w.scales[n];
+#endif
+#ifdef ONE_X_SCALE
+  sum *= w.x_scales[0];
+#else
+  sum *= w.x_scales[m];
+#endif
+#endif
+#ifdef BIAS
+  sum += widened(w.bias[n]);
+#endif
+  y[(i64)m * w.outputs + n] = rounded(sum);
+}
+
+// --- who does what ---------------------------------------------------------------------------------------------------
+
+// A block's stages, of each of its tiles.
+struct Work {
+  int tiles, clusters, first_tile, first, end;
+
+  __device__ __forceinline__ Work(const Weight& w) {
+    const int stages = w.inputs / STAGE_INPUTS, rank = blockIdx.x % CLUSTER;
+    tiles = (w.outputs + TILE - 1) / TILE;
+    clusters = gridDim.x / CLUSTER;
+    first_tile = blockIdx.x / CLUSTER;
+    first = stages * rank / CLUSTER, end = stages * (rank + 1) / CLUSTER;
+  }
+};
+
+// Calls for each stage, when its place in the ring is empty.
+template <typename Copy>
+__device__ __forceinline__ void fill(u32 base, const Work& work, Copy copy) {
+  Place place = {0, 1};
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters)
+    for (int stage = work.first; stage < work.end; stage++) {
+      barrier_wait(base + EMPTY + place.at * 8, place.parity);
+      copy(tile * TILE, stage, place.at);
+      arrive_when_copied(base + FULL + place.at * 8);
+      place.advance(STAGES);
+    }
+}
+
+// Two warps: eight of their threads have a row's 128 bytes.
+__device__ __forceinline__ void bring_weights(u32 base, const Weight& w, const Work& work) {
+  const u64 policy = read_once_policy();
+  const int thread = threadIdx.x - W_WARP * 32, first = thread / 8, piece = thread % 8;
+  fill(base, work, [&](int row, int stage, int at) {
+    const int present = min(TILE, w.outputs - row);
+    const unsigned char* from = w.values + (i64)(row + first) * w.inputs + stage * STAGE_INPUTS + piece * 16;
+    const u32 to = base + W_RING + at * W_STAGE + place_in_block(first, piece);
+#pragma unroll
+    for (int i = 0; i < TILE / 8; i++)
+      if (i * 8 + first < present) copy_once(to + i * 8 * 128, from + (i64)i * 8 * w.inputs, policy);
+  });
+}
+
+// A warp: the same of x, and its scales.
+__device__ __forceinline__ void bring_x(u32 base, const Weight& w, const Work& work, int rows) {
+  const int lane = threadIdx.x % 32, first = lane / 8, piece = lane % 8;
+  fill(base, work, [&](int, int stage, int at) {
+    const unsigned char* from = w.x + (i64)first * w.inputs + stage * STAGE_INPUTS + piece * 16;
+    const u32 to = base + X_RING + at * X_STAGE;
+#pragma unroll 8
+    for (int i = 0; i < COLUMNS / 4; i++)
+      if (i * 4 + first < rows)
+        copy_piece(to + place_in_block(i * 4 + first, piece), from + (i64)i * 4 * w.inputs);
+#ifdef BLOCKS
+    for (int i = lane; i < rows; i += 32)
+      copy_scale(base + X_SCALES + (at * COLUMNS + i) * 4, w.x_scales + (i64)i * (w.inputs / STAGE_INPUTS) + stage);
+#endif
+  });
+}
+
+// Where the i-th sum of a thread stands in a tile.
+__device__ __forceinline__ int row_of(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
+__device__ __forceinline__ int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+// Each block is given a share of the fours of all: every CLUSTER-th. Writes those that it has then.
+__device__ __forceinline__ void join(Element* y, u32 base, const Weight& w, float (&sums)[SUMS], int row, int rows) {
+  const int rank = blockIdx.x % CLUSTER;
+  const auto place_from = [&](int source, int four) {    // of a block that gives
+    return base + GIVEN + ((source * SHARE + four / CLUSTER) * MULTIPLYING + threadIdx.x) * 16;
+  };
+  if (CLUSTER > 1) {
+    wait_for_cluster();    // all have begun
+#pragma unroll
+    for (int four = 0; four < FOURS; four++) {
+      const int owner = four % CLUSTER;
+      if (owner != rank) give_four(place_from(rank - (rank > owner), four), owner, sums + 4 * four);
+    }
+    arrive_at_cluster();
+    wait_for_cluster();
+  }
+#pragma unroll
+  for (int four = 0; four < FOURS; four++) {
+    if (four % CLUSTER != rank) continue;
+    float total[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int source = 0; source < CLUSTER; source++) {
+      const float* own = sums + 4 * four;
+      const float4 part = source == rank ? float4{own[0], own[1], own[2], own[3]}
+                                         : load_four(place_from(source - (source > rank), four));
+      total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int n = row + row_of(4 * four + i), m = column_of(4 * four + i);
+      if (m < rows && n < w.outputs) finish(y, w, m, n, total[i]);
+    }
+  }
+}
+
+// A warp group: 64 rows of each tile.
+__device__ __forceinline__ void multiply_tiles(Element* y, u32 base, const Weight& w, const Work& work, int rows) {
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
+  Place place = {0, 0};
+  for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters) {
+    float sums[SUMS];
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) sums[i] = 0;
+    for (int stage = work.first; stage < work.end; stage++) {
+#ifdef BLOCKS
+      const float scale = w.scales[tile * (w.inputs / STAGE_INPUTS) + stage];
+#endif
+      barrier_wait(base + FULL + place.at * 8, place.parity);
+      show_to_tensor_cores();
+      const u32 of_w = base + W_RING + place.at * W_STAGE + group * 64 * 128, of_x = base + X_RING + place.at * X_STAGE;
+      float products[SUMS];
+      let_products_begin();
+#pragma unroll
+      for (int step = 0; step < STAGE_INPUTS / 32; step++)
+        multiply_group_float8<COLUMNS>(products, described(of_w + step * 32), described(of_x + step * 32), step > 0);
+      end_batch();
+#ifdef BLOCKS
+      float scales[COLUMNS / 4];    // of the thread's columns
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 4; i++)
+        scales[i] = load_scale(base + X_SCALES + (place.at * COLUMNS + i / 2 * 8 + lane % 4 * 2 + i % 2) * 4) * scale;
+#endif
+      wait_for_batches<0>();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(base + EMPTY + place.at * 8);
+      place.advance(STAGES);
+#pragma unroll
+      for (int i = 0; i < SUMS; i++)
+#ifdef BLOCKS
+        sums[i] += products[i] * scales[i / 4 * 2 + i % 2];
+#else
+        sums[i] += products[i];
+#endif
+    }
+    join(y, base, w, sums, tile * TILE, rows);
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) product_float8(
+    Element* y, const unsigned char* x, const unsigned char* values, const float* scales, const float* x_scales,
+    const Element* bias, i64 rows, i64 outputs, i64 inputs) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  let_next_kernel_start();
+  const u32 base = shared_address(memory);
+  const Weight w = {values, x, scales, x_scales, bias, (int)outputs, (int)inputs};
+  const Work work(w);
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  if (threadIdx.x < STAGES) {
+    barrier_init(base + FULL + threadIdx.x * 8, COPYING);
+    barrier_init(base + EMPTY + threadIdx.x * 8, W_WARP);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (CLUSTER > 1) arrive_at_cluster();
+  if (warp < W_WARP) {
+    wait_for_kernel_in_front();
+    multiply_tiles(y, base, w, work, (int)rows);
+    return;
+  }
+  if (warp < X_WARP) bring_weights(base, w, work);
+  if (warp == X_WARP) {
+    wait_for_kernel_in_front();
+    bring_x(base, w, work, (int)rows);
+  }
+  if (CLUSTER > 1) {
+    wait_for_cluster();
+    arrive_at_cluster();
+    wait_for_cluster();
+  }
+}

@@ -1,0 +1,114 @@
+"""Float8 weights times inputs that are rounded to float8, with 9 to 64 rows, on Hopper: which layers it takes, and its
+launches. No torch, no triton here.
+
+`float8_tiles.cu` describes it. The input is rounded first, if it isn't yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from precast.ir.graph.schema import Dtype
+from precast.ir.graph.symbols import numel
+from precast.kernels.quantised_linear import float8, launches
+from precast.kernels.records import Condition, Launch, Pointer, Record
+from precast.kernels.use import Use
+
+ROWS = (16, 32, 64)
+"""Rows of the input at most: a record each."""
+_LEAST = 9
+"""Of fewer rows it is the weight stream."""
+_TILE, _INPUTS = 128, 128
+"""Rows of the weight in a tile, and inputs of a stage."""
+_THREADS, _MULTIPLYING = 384, 256
+"""Threads of a block, and those of it that multiply."""
+_SHARED_BYTES, _MOST_STAGES = 227 << 10, 12
+_MOST_BLOCKS, _MOST_CLUSTER = 112, 8
+"""Blocks that share tiles: of Hopper's 132 multiprocessors 96 are as fast. Clusters of more than half of them don't all
+find room at once."""
+_HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
+
+
+class Plan(NamedTuple):
+    """Stages of the ring, blocks of a cluster, blocks, and the shared memory that one fills."""
+
+    stages: int
+    cluster: int
+    grid: int
+    shared_bytes: int
+
+
+def plan_of(columns: int, outputs: int, inputs: int, *, in_blocks: bool) -> Plan:
+    """The plan for so many of `ROWS`, of a layer with a multiple of 128 inputs."""
+    tiles, steps = -(-outputs // _TILE), inputs // _INPUTS
+    cluster = max(1, min(_MOST_BLOCKS // tiles, _MOST_CLUSTER, steps))
+    of_block = -(-tiles // _MOST_BLOCKS)
+    grid = cluster * -(-tiles // of_block)
+    given = (cluster - 1) * -(-columns // 8 // cluster) * _MULTIPLYING * 16
+    stage = (_TILE + columns) * _INPUTS + 16 + 4 * columns * in_blocks
+    stages = min((_SHARED_BYTES - given) // stage, _MOST_STAGES, of_block * steps // cluster + 1)
+    return Plan(stages, cluster, grid, given + stages * stage)
+
+
+def _plan(use: Use, most: int) -> Plan:
+    sizes = launches.sizes_of(use)
+    assert sizes is not None, "the record's conditions want sizes that are known"
+    return plan_of(most, sizes.outputs, sizes.inputs, in_blocks=float8.scales_of(use) == "blocks")
+
+
+def _launches(use: Use, most: int) -> tuple[Launch, ...]:
+    sizes, plan, rows = launches.sizes_of(use), _plan(use, most), numel(use.shape("input")[:-1])
+    assert sizes is not None, "the record's conditions want sizes that are known"
+    kind, x_scales = launches.input_scales_of(use)
+    product = Launch(
+        "precast.kernels.quantised_linear/float8_tiles.cu:product_float8",
+        grid=(plan.grid,),
+        args=(
+            Pointer("out.0"), launches.input_of(use), Pointer("weight"), Pointer("scales"), x_scales,
+            Pointer("bias") if use.has("bias") else None, rows, sizes.outputs, sizes.inputs,
+        ),
+        constants={
+            "FLOAT16": use.result.dtype == "float16", "COLUMNS": most, "STAGES": plan.stages, "CLUSTER": plan.cluster,
+            "BLOCKS": kind == "steps", "ONE_SCALE": float8.has_one_scale(use), "ONE_X_SCALE": kind == "one",
+            "BIAS": use.has("bias"),
+        },
+        block=_THREADS, shared_bytes=plan.shared_bytes, pdl=True,
+    )  # fmt: skip
+    return (product,) if launches.is_given(use) else (launches.rounding(use, launches.own_scales(use)), product)
+
+
+def _fits(use: Use, most: int) -> bool:
+    sizes, rows = launches.sizes_of(use), use.number("input", -2)
+    return sizes is not None and sizes.inputs % _INPUTS == 0 and (rows is None or rows <= most)
+
+
+def _has_rows_of_tokens(use: Use) -> bool:
+    shape = use.shape("input")
+    rows = shape[-2] if len(shape) > 1 else None
+    return (rows == "T" or isinstance(rows, int)) and all(size == 1 for size in shape[:-2])
+
+
+def records() -> Iterator[Record]:
+    """A record for each number of rows."""
+    for least, most in zip((_LEAST, *(each + 1 for each in ROWS)), ROWS, strict=False):
+        yield Record(
+            name=f"cuda.quantised_linear_of_float8_to_{most}", op="precast.quantised_linear", kind="cuda",
+            devices=("cuda",), min_capability=(9, 0), max_capability=(9, 0), allocates=False,
+            sizes={"T": (least, most)}, dtypes={
+                **dict.fromkeys(("input", "bias"), _HALF), "weight": ("float8_e4m3fn",), "scales": ("float32",),
+                "input_scale": ("float32",),
+            },
+            workspace=launches.rounded_bytes, runs=partial(_launches, most=most),
+            takes=(
+                Condition("a float8 weight and an input rounded to float8, with scales of all, of rows, or of 128 "
+                          "inputs and of blocks of 128 x 128", lambda use: float8.scales_of(use) is not None),
+                Condition("params in row-major order, and a bias of the result's type", float8.lies_ready),
+                Condition("rows that are tokens, along one axis", _has_rows_of_tokens),
+                Condition(f"at most {most} rows of a multiple of {_INPUTS} inputs", partial(_fits, most=most)),
+                Condition("Triton, which rounds",
+                          lambda use: launches.is_given(use) or "triton" in use.target.kinds),
+                Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that have one scale", launches.is_short),
+            ),
+        )  # fmt: skip
