@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -113,31 +114,16 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             where=where,
             fix="use a checkpoint of float32, bfloat16 or float16 weights, or of one of these formats",
         )
-    allowed = _KNOWN[method]
-    for name, value in entries.items():
-        if name == "quant_method" or (name in _SAYS_NOTHING and name not in allowed):
-            continue
-        if name not in allowed:
-            known = f"known options are {', '.join(sorted(allowed))}"
-            raise refuse(method, _described(str(name), value), where, why=f"this is not known ({known})")
-        if not allowed[name](value):
-            raise refuse(method, _described(str(name), value), where, why=_not_known(allowed[name].expected))
+    if found := list(_unknown(method, entries)):
+        raise _refuse_all(method, found, where)
     if method == "modelopt":
         _check_modelopt(entries, where)
     if method == "fp8":
         _check_mixed(entries, where)
-    if method == "quark":
-        for what in quark_options.unknown_layers(entries):
-            raise refuse(method, cut(what), where, why=_not_known(quark_options.KNOWN))
     if method == "mlx" and not {"group_size", "bits"} <= set(entries):
         raise refuse(method, "no group_size, or no bits", where)
-    if method == "compressed-tensors":
-        if "config_groups" not in entries:
-            raise refuse(method, "no config_groups", where)
-        for name, group in entries.get("config_groups", {}).items():
-            if stored_as(group, entries.get("format")) is None:
-                what = _described_group(str(name), group, entries.get("format"))
-                raise refuse(method, what, where, why=_not_known(_COMPRESSED))
+    if method == "compressed-tensors" and "config_groups" not in entries:
+        raise refuse(method, "no config_groups", where)
     for name, pattern in _patterns(method, entries):
         try:
             re.compile(pattern)
@@ -145,6 +131,52 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             what = f"{cut(f'{pattern!r} in {name}')}, which is no regular expression ({error})"
             raise refuse(method, what, where, "correct the pattern, as the checkpoint's publisher means it") from None
     return Quantised(method, entries)
+
+
+class _Unknown(NamedTuple):
+    """What a config says that isn't known, and why not."""
+
+    what: str
+    why: str
+
+
+def _unknown(method: str, entries: Mapping[str, Any]) -> Iterator[_Unknown]:
+    """All options, and all layers and groups of them, that say what isn't known of a method."""
+    allowed = _KNOWN[method]
+    for name, value in entries.items():
+        if name == "quant_method" or (name in _SAYS_NOTHING and name not in allowed):
+            continue
+        if name not in allowed:
+            known = f"known options are {', '.join(sorted(allowed))}"
+            yield _Unknown(_described(str(name), value), f"this is not known ({known})")
+        elif name == "quantized_layers" and isinstance(value, Mapping):
+            for layer, said in value.items():
+                if not isinstance(said, Mapping) or not _is_modelopt(said):
+                    yield _Unknown(_described(f"quantized_layers.{layer}", said), _not_known(allowed[name].expected))
+        elif not allowed[name](value):
+            yield _Unknown(_described(str(name), value), _not_known(allowed[name].expected))
+    if method == "quark":
+        for what in quark_options.unknown_layers(entries):
+            yield _Unknown(cut(what), _not_known(quark_options.KNOWN))
+    groups = entries.get("config_groups")
+    if method == "compressed-tensors" and isinstance(groups, Mapping):
+        for name, group in groups.items():
+            if stored_as(group, entries.get("format")) is None:
+                yield _Unknown(_described_group(str(name), group, entries.get("format")), _not_known(_COMPRESSED))
+
+
+def _refuse_all(method: str, found: Sequence[_Unknown], where: str | None) -> BuildError:
+    if len(found) == 1:
+        return refuse(method, found[0].what, where, why=found[0].why)
+    lines = in_all_layers(f"{each.what}: {each.why}" for each in found)
+    head = f"the checkpoint is quantised by {method}, with {len(found)} things that are not known:"
+    return BuildError("feature-unsupported", "\n  ".join((head, *lines)), where=where, fix=_USE_OTHER)
+
+
+def in_all_layers(lines: Iterable[str]) -> list[str]:
+    """Lines that differ in the numbers of layers alone as one, with `*` for these, and how many it was."""
+    kinds = Counter(re.sub(r"\.\d+(?=\.)", ".*", line) for line in lines)
+    return [kind + (f" (of {count})" if count > 1 else "") for kind, count in kinds.items()]
 
 
 def _patterns(method: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -185,9 +217,12 @@ def _check_mixed(entries: Mapping[str, Any], where: str | None) -> None:
     layers = entries.get("quantized_layers")
     if entries.get("quant_algo") != "MIXED_PRECISION" or not layers:
         raise refuse("fp8", "moe_quant_algo, and no quantized_layers of MIXED_PRECISION", where)
-    for name, layer in layers.items():
-        if not name.endswith(".experts") or layer["quant_algo"] != entries["moe_quant_algo"]:
-            raise refuse("fp8", f"quantized_layers.{_described(name, layer)}", where)
+    found = [
+        _Unknown(f"quantized_layers.{_described(name, layer)}", "this is not known") for name, layer in layers.items()
+        if not name.endswith(".experts") or layer["quant_algo"] != entries["moe_quant_algo"]
+    ]  # fmt: skip
+    if found:
+        raise _refuse_all("fp8", found, where)
     _check_modelopt_groups("fp8", entries, [entries["moe_quant_algo"]], where)
 
 
@@ -195,7 +230,7 @@ def _check_modelopt_groups(
     method: str, entries: Mapping[str, Any], algorithms: Iterable[str], where: str | None
 ) -> None:
     """The weights of all of ModelOpt's `config_groups` must be those of one of its formats."""
-    known = {_MODELOPT[each] for each in algorithms}
+    known, unknown = {_MODELOPT[each] for each in algorithms}, list[_Unknown]()
     for name, group in (entries.get("config_groups") or {}).items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         found = _modelopt_weights(weights) if isinstance(weights, Mapping) else None
@@ -203,7 +238,9 @@ def _check_modelopt_groups(
             formats = ", ".join(f"{each} ({bits} bits{f', groups of {size}' if size else ''})"
                                 for each, (bits, size) in _MODELOPT.items() if (bits, size) in known)  # fmt: skip
             why = _not_known(f"floats as in {formats}")
-            raise refuse(method, _described_group(str(name), group), where, why=why)
+            unknown.append(_Unknown(_described_group(str(name), group), why))
+    if unknown:
+        raise _refuse_all(method, unknown, where)
 
 
 _MODELOPTS = frozenset(("quant_algo", "quantized_layers", "config_groups", "ignore", "group_size"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from precast.builder.graph.context import KvScales
 from precast.builder.graph.rounding import NONE, Roundings
 from precast.builder.source.model_class import Unmade
+from precast.builder.source.quantised_options import in_all_layers
 from precast.builder.weights.at_load import scheme as at_load_scheme
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
 from precast.builder.weights.quantisation import scheme_of
@@ -34,6 +35,17 @@ from precast.ir.weights import recipes as ir_recipes
 _ALWAYS_IGNORED = ("*rotary_emb.inv_freq",)
 _PART_BEGINS = "(^|\\.)"
 _PATTERN_TOKEN = re.compile(r"\\d\+|\.\*|\\\.|[A-Za-z0-9_.]")
+
+
+def _all_of(errors: Sequence[BuildError]) -> BuildError:
+    """Several errors as one."""
+    if len(errors) == 1:
+        return errors[0]
+    lines = in_all_layers(error.message for error in errors)
+    heads = {line.partition(": ")[0] for line in lines}
+    head = f"{heads.pop()}: " if len(heads) == 1 else ""
+    message = (f"{head}{len(errors)} weights can't be stored so", *(line.removeprefix(head) for line in lines))
+    return BuildError(errors[0].code, "\n  ".join(message), where=errors[0].where, fix=errors[0].fix)
 
 
 class ModelCheckpoint:
@@ -55,17 +67,21 @@ class ModelCheckpoint:
         self._tied = _tied(model)
         self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation)
         self._quantised: dict[str, Weight] = {}
+        self._refused: list[BuildError] = []
 
     def recipes(self, names: Iterable[str]) -> dict[str, Recipe]:
         """The recipes of these entries of the state dict, and of those that they are tied to.
 
-        Raises BuildError("recipe-unsupported").
+        Raises BuildError("recipe-unsupported"), and `feature-unsupported` for all weights that can't be stored as the
+        config says.
         """
         state = self._model.state_dict()
         made: dict[str, Recipe] = {}
         for name in names:
             for each in (name, self._first(name)):
                 made[each] = Tie(self._tied[each]) if each in self._tied else self._recipe(each, state[each])
+        if self._refused:
+            raise _all_of(self._refused)
         return made
 
     def scales(self) -> dict[str, KvScales]:
@@ -135,7 +151,11 @@ class ModelCheckpoint:
             return Read(name, shape)
         if not self._scheme.holds(weight):
             return Cast(Read(name, shape), dtype)
-        recipe = self._scheme.recipe(weight)
+        try:
+            recipe = self._scheme.recipe(weight)
+        except BuildError as error:
+            self._refused.append(error)  # to be named with the others
+            return Read(name, shape)
         self._quantised |= {read.tensor: weight for read in ir_recipes.each_leaf(recipe)}
         return Cast(recipe, dtype)
 

@@ -39,7 +39,7 @@ from precast.ir.graph.schema import Cast
         (groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "tensor"}), "strategy = 'tensor'"),
         (
             groups("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 48}),
-            "by compressed-tensors, with groups of 48: .*weight has 64 inputs, which they don't divide",
+            "by compressed-tensors, with groups of 48: .* so\n  .*weight has 64 inputs, which they don't divide",
         ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "ignore": []}, "quant_algo = 'NVFP4_AWQ'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "no list of the modules"),
@@ -87,7 +87,7 @@ from precast.ir.graph.schema import Cast
                 "quant_algo": "MIXED_PRECISION",
                 "quantized_layers": {"a": {"quant_algo": "INT4"}},
             },
-            "quantized_layers = ",
+            "quantized_layers.a = ",
         ),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["language_model.model.blocks.0.mlp*"]},
@@ -111,7 +111,7 @@ from precast.ir.graph.schema import Cast
         ({"quant_method": "mlx", "group_size": 16, "bits": 4}, "group_size = 16"),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 48},
-            r"by awq, with groups of 48: .*\.weight has 64 inputs, which they don't divide",
+            r"by awq, with groups of 48: 12 weights .* so\n  model.layers.*.mlp.gate_proj.weight has 64 inputs, which",
         ),
     ],
 )
@@ -123,6 +123,54 @@ def test_what_is_not_known_is_refused_by_name(entries: dict[str, Any], message: 
         ModelCheckpoint(meta, entries).recipes(meta.state_dict())
 
     assert error.value.code == "feature-unsupported"
+
+
+def refused(entries: dict[str, Any]) -> list[str]:
+    """The lines of the message."""
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("llama"))
+    with pytest.raises(BuildError) as error:
+        ModelCheckpoint(meta, entries).recipes(meta.state_dict())
+    return error.value.message.splitlines()
+
+
+def test_all_that_is_not_known_is_listed() -> None:
+    """Options, and groups of layers."""
+    entries = compressed("channel", num_bits=3)
+    (group,) = entries["config_groups"].values()
+    told = refused({**entries, "config_groups": {"a": group, "b": group}, "rotation": "x"})
+
+    assert told[0] == "the checkpoint is quantised by compressed-tensors, with 3 things that are not known:"
+    assert [line.split()[0] for line in told[1:]] == [
+        "rotation",
+        "config_groups.a.weights:",
+        "config_groups.b.weights:",
+    ]
+
+
+def test_all_layers_of_an_unknown_format_are_listed() -> None:
+    """Those that differ in their numbers alone in one line."""
+    bad, good = {"quant_algo": "INT3"}, {"quant_algo": "FP8"}
+    layers = {f"model.layers.{i}.mlp.{name}": bad for i in range(30) for name in ("up_proj", "down_proj")}
+    layers |= {"model.layers.1.self_attn.q_proj": good, "lm_head": bad}
+    told = refused({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+
+    assert told[0].endswith("with 61 things that are not known:")
+    assert [line.split()[0] for line in told[1:]] == [
+        "quantized_layers.model.layers.*.mlp.up_proj", "quantized_layers.model.layers.*.mlp.down_proj",
+        "quantized_layers.lm_head",
+    ]  # fmt: skip
+    assert told[1].endswith(" (of 30)")
+
+
+def test_all_weights_that_groups_do_not_divide_are_listed() -> None:
+    told = refused({"quant_method": "awq", "bits": 4, "group_size": 48})
+
+    projections = [f"mlp.{name}" for name in ("gate_proj", "up_proj")]
+    projections += [f"self_attn.{name}_proj" for name in "koqv"]
+    expected = [f"model.layers.*.{name}.weight has 64 inputs, which they don't divide (of 2)" for name in projections]
+    assert told[0] == "the checkpoint is quantised by awq, with groups of 48: 12 weights can't be stored so"
+    assert [line.strip() for line in told[1:]] == expected
 
 
 def test_a_config_without_its_quantisation() -> None:
