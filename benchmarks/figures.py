@@ -339,7 +339,21 @@ def quantised_page() -> str:
 
 
 def few_bits_page() -> str:
-    """The tables of docs/quantisation.md: what steps take, and how far results of a layer are from the exact ones."""
+    """The tables of docs/quantisation.md: what steps take, what a model holds, and how far results of a layer are from
+    the exact ones."""
+    held = [
+        (SERVED[shape], f"{each['checkpoint_and_cache_bytes'] / 1e9:.2f}", f"{each['device_bytes'] / 1e9:.2f}",
+         f"{each['ratio']:.2f}")
+        for shape, each in result("gpu_few_bits_memory").items()
+    ]  # fmt: skip
+    memory = (
+        "\n## What they hold\n\nDevice memory of a model that is loaded for 8 sequences and 1,024 tokens a step, with"
+    )
+    memory += (
+        " 2 GiB of caches, without what\na CUDA context takes by itself. Beside files and caches it is room for a step:"
+    )
+    memory += " of four bits, for the largest\nweight as prompts multiply it.\n\n"
+    memory += _table(("", "files and caches, GB", "on the device, GB", "ratio"), held)
     found = result("gpu_few_bits_drift")
     rows = []
     for name, each in found.items():
@@ -352,7 +366,7 @@ def few_bits_page() -> str:
         " few bits, in parts:\nby the weight's values, by those of the input, and by the kernel's arithmetic, which is"
     )
     text += " that of bfloat16. 4,096\noutputs of 14,336 inputs, normal numbers.\n\n"
-    return quantised_page() + text + _table(heads, rows)
+    return quantised_page() + memory + text + _table(heads, rows)
 
 
 def image_page() -> str:
