@@ -53,8 +53,8 @@ __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
                : __VA_ARGS__ : "l"(x), "l"(w), "r"(adds), "n"(BY_ROW))
 
 // sums[64 x N] (+)= x[64 x 16] * w[16 x N], by a warp group: its warps have 16 rows each, and of each eight columns a lane
-// has two of row `lane / 4`, from lane % 4 * 2 on, then two of the row 8 below. x is in registers, or described as w is
-// (`described`), whose columns lie together, or BY_ROW its rows. N is 16, 32, 64, 128 or 256.
+// has two of row `lane / 4`, from lane % 4 * 2 on, then two of the row 8 below. x is in registers, or in shared memory
+// as w is (`described`). There each column of w lies together, or BY_ROW each row. N is 16, 32, 64, 128 or 256.
 template <int N, int BY_ROW = 0>
 __device__ __forceinline__ void multiply_group(float* d, const u32 (&x)[4], u64 w, int adds) {
   const u32 a0 = x[0], a1 = x[1], a2 = x[2], a3 = x[3];
@@ -67,6 +67,7 @@ __device__ __forceinline__ void multiply_group(float* d, const u32 (&x)[4], u64 
   } else if constexpr (N == 128) {
     OF_REGISTERS(128, S64, "%64, %65, %66, %67", "%68", "%69", "%70", D64(0));
   } else {
+    static_assert(N == 256, "there are instructions for so many columns");
     OF_REGISTERS(256, S128, "%128, %129, %130, %131", "%132", "%133", "%134", D64(0), D64(64));
   }
 }
@@ -82,6 +83,7 @@ __device__ __forceinline__ void multiply_group(float* d, u64 x, u64 w, int adds)
   } else if constexpr (N == 128) {
     OF_MEMORY(128, S64, "%64", "%65", "%66", "%67", D64(0));
   } else {
+    static_assert(N == 256, "there are instructions for so many columns");
     OF_MEMORY(256, S128, "%128", "%129", "%130", "%131", D64(0), D64(64));
   }
 }
@@ -91,17 +93,16 @@ __device__ __forceinline__ void multiply_group(float* d, u64 x, u64 w, int adds)
                " {" sums "}, " a ", " b ", p, 1, 1; }"                                                              \
                : __VA_ARGS__ : "l"(x), "l"(w), "r"(adds))
 
-// The same of 32 float8_e4m3fn of each row and column, which take as many bytes. N is 16, 32, 64 or 128.
+// The same of 32 float8_e4m3fn of each row and column, which take as many bytes. N is 16, 32 or 64.
 template <int N>
 __device__ __forceinline__ void multiply_group_float8(float* d, u64 x, u64 w, int adds) {
   if constexpr (N == 16) {
     OF_FLOAT8(16, S8, "%8", "%9", "%10", D4(0), D4(4));
   } else if constexpr (N == 32) {
     OF_FLOAT8(32, S16, "%16", "%17", "%18", D16(0));
-  } else if constexpr (N == 64) {
-    OF_FLOAT8(64, S32, "%32", "%33", "%34", D16(0), D16(16));
   } else {
-    OF_FLOAT8(128, S64, "%64", "%65", "%66", D64(0));
+    static_assert(N == 64, "there are instructions for so many columns");
+    OF_FLOAT8(64, S32, "%32", "%33", "%34", D16(0), D16(16));
   }
 }
 

@@ -28,7 +28,7 @@
 
 constexpr int TILE = 128;                       // rows of w in a tile
 constexpr int STAGE_INPUTS = 128;
-constexpr int MULTIPLYING = 256, THREADS = MULTIPLYING + 128;
+constexpr int MULTIPLYING = 256, THREADS = MULTIPLYING + 128;    // the last warp only meets the others
 constexpr int W_WARP = MULTIPLYING / 32, X_WARP = W_WARP + 2, COPYING = 96;    // threads that copy
 constexpr int SUMS = COLUMNS / 2, FOURS = SUMS / 4;    // of a thread
 constexpr u32 W_STAGE = TILE * STAGE_INPUTS, X_STAGE = COLUMNS * STAGE_INPUTS;

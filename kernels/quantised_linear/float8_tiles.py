@@ -25,9 +25,10 @@ _TILE, _INPUTS = 128, 128
 _THREADS, _MULTIPLYING = 384, 256
 """Threads of a block, and those of it that multiply."""
 _SHARED_BYTES, _MOST_STAGES = 227 << 10, 12
-_MOST_BLOCKS, _MOST_CLUSTER = 112, 8
-"""Blocks that share tiles: of Hopper's 132 multiprocessors 96 are as fast. Clusters of more than half of them don't all
-find room at once."""
+"""Of a block: shared memory, and stages of which more didn't help."""
+_NUM_SMS, _IN_CLUSTERS, _MOST_CLUSTER = 132, 96, 8
+"""Multiprocessors of Hopper's GPUs, each of which has room for one block; blocks in clusters of three or more, which
+must lie near each other: 40 clusters of three took longer than 40 of two, 32 didn't; and blocks of a cluster."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -43,8 +44,8 @@ class Plan(NamedTuple):
 def plan_of(columns: int, outputs: int, inputs: int, *, in_blocks: bool) -> Plan:
     """The plan for so many of `ROWS`, of a layer with a multiple of 128 inputs."""
     tiles, steps = -(-outputs // _TILE), inputs // _INPUTS
-    cluster = max(1, min(_MOST_BLOCKS // tiles, _MOST_CLUSTER, steps))
-    of_block = -(-tiles // _MOST_BLOCKS)
+    cluster = max(1, min(max(_IN_CLUSTERS // tiles, min(_NUM_SMS // tiles, 2)), _MOST_CLUSTER, steps))
+    of_block = -(-tiles // _NUM_SMS)  # tiles: 1, but where clusters are of one block
     grid = cluster * -(-tiles // of_block)
     given = (cluster - 1) * -(-columns // 8 // cluster) * _MULTIPLYING * 16
     stage = (_TILE + columns) * _INPUTS + 16 + 4 * columns * in_blocks

@@ -257,7 +257,7 @@ __device__ __forceinline__ void multiply_tiles(Softmax& softmax, Sums& sums, u32
   wait_for_batches<0>();
 }
 
-// Of each row the highest score and the total weight of the CTA, by row.
+// Of each row the reference and the total weight of the CTA, by row.
 __device__ __forceinline__ void tell_rows(const Softmax& softmax, u32 base, int group) {
   const int lane = threadIdx.x % 32, row = row_of_thread();
 #pragma unroll

@@ -19,8 +19,8 @@ TILE = 64
 WARPS = 8
 """Of a block, that multiply."""
 FEW_ROWS, GROUP_ROWS = 32, 64
-"""Heads of a block. Warp groups multiply 64, and are the faster ones even if there are 16; but not in steps of one or
-two tokens, for which there are hardly more tiles than blocks (with more than MANY_HEADS of two)."""
+"""Heads of a block. Warp groups multiply 64, and are the faster ones even if there are 16; but not in steps of one
+token, or of two with up to MANY_HEADS heads, for which there are hardly more tiles than blocks."""
 MANY_HEADS = 64
 MOST_TOKENS = (1, 2, 4, 8, 16, 32)
 """Of a step, at the ends of ranges in which a token is divided among as many blocks."""

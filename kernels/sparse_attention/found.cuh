@@ -48,7 +48,7 @@ __device__ __forceinline__ void ask_early(const Element* from, u32 bytes) {
 struct Results {
   Element* y;          // [T, HEADS, LATENT]
   float* partial;      // [T, HEADS, parts, LATENT]
-  float* weights;      // [T, HEADS, parts, 2]: highest scores and total weights
+  float* weights;      // [T, HEADS, parts, 2]: what weights are relative to, and their totals
   i64 num_parts, part;
 };
 

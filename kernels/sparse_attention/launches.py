@@ -74,7 +74,7 @@ def select_keys(use: Use) -> tuple[Launch, ...]:
     score = Launch(
         kernel=_KERNELS + "triton_select:score_kernel",
         grid=(sequences, by_slots(sequences, SCORE_PARTS)),
-        args=(scores, maxima, *_given(), strands, *_select_strides()),
+        args=(scores, maxima, *given(), strands, *select_strides()),
         constants={**_selecting(use), **_scoring(use)},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -111,8 +111,8 @@ def _select(
     return Launch(
         kernel=_KERNELS + "triton_select:select_kernel",
         grid=(minimum(tokens, PROGRAMS),),
-        args=(Pointer("out.0"), *of_one_query, own, own_noted, *_given(), tokens,
-              add(use.shape("cu_seqlens")[0], -1), _own_places(use), parts, *_select_strides()),
+        args=(Pointer("out.0"), *of_one_query, own, own_noted, *given(), tokens,
+              add(use.shape("cu_seqlens")[0], -1), _own_places(use), parts, *select_strides()),
         constants={**_selecting(use), **_scoring(use), "BLOCK_Q": _queries(use), "GROUPS": GROUPS, "ROOM": _room(use),
                    "BLOCK": SCANNED},
         num_warps=8,
@@ -121,13 +121,13 @@ def _select(
     )  # fmt: skip
 
 
-def _given() -> tuple[Pointer, ...]:
+def given() -> tuple[Pointer, ...]:
     """The op's tensors."""
     return tuple(Pointer(name) for name in (
         "q", "weights", "cache", "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start"))  # fmt: skip
 
 
-def _select_strides() -> tuple[Stride, ...]:
+def select_strides() -> tuple[Stride, ...]:
     return (*(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
             *(Stride("cache", axis) for axis in (0, 1)))  # fmt: skip
 

@@ -10,6 +10,6 @@ MAX_SIZE = 128
 """Elements of a key that `precast.kernels.sparse_attention.triton_select` takes."""
 MAX_HEADS = 128
 """Heads that score a key there."""
-OWN_SCORES = 132 * 4 << 17
-"""Scores of prompts that exist at a time there, if that is a tile of queries at least: 264 MiB. Of four queries over
-131,072 keys they are room for 132 programs, of two for all that there are."""
+OWN_SCORES = 132 * 4 * 163840
+"""Scores of prompts that exist at a time on a GPU, if that is a tile of queries at least: 330 MiB. They are room for
+132 programs of four queries each over DeepSeek-V3.2's 163,840 keys; with more keys fewer programs compute."""

@@ -1,4 +1,5 @@
-// What score.cu, pick.cuh and prompts.cu have in common: the rows of a selection, which are queries, and the scores of their keys.
+// What score.cu, pick.cuh and prompts.cu have in common: the rows of a selection, which are queries, and the scores of
+// their keys.
 //
 // Defines:
 //   BY_TOKEN                 a row is a token, and has room for scores of all slots of the page lists; else a row is a
@@ -77,7 +78,7 @@ __device__ __forceinline__ Row row_of(int row, const Lists& lists) {
   for (int first = 0; first < lists.num_seqs; first += 32) {
     const int own = first + threadIdx.x % 32;
     const Sequence seq = own < lists.num_seqs ? sequence_in(own, lists) : Sequence{0, 0x7fffffff, 0, 0, 0, 0};
-    // Of the sequences, in ascending order, the first that ends behind the token: 32 if none does.
+    // Of the sequences, in ascending order, the first that ends behind the token; the last if none does.
     int at = 0;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) at += __shfl_sync(0xffffffff, seq.end, at + step - 1) <= row ? step : 0;

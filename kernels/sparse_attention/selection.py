@@ -11,9 +11,16 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, maximum, minimum, mul
-from precast.kernels.records import Condition, Launch, Pointer, Stride
+from precast.kernels.records import Condition, Launch, Pointer
 from precast.kernels.rows import known, real
-from precast.kernels.sparse_attention.launches import count_of, own_bytes, select_prompts, slots_of
+from precast.kernels.sparse_attention.launches import (
+    count_of,
+    given,
+    own_bytes,
+    select_prompts,
+    select_strides,
+    slots_of,
+)
 from precast.kernels.sparse_attention.limits import OWN_SCORES
 from precast.kernels.use import Use
 
@@ -108,7 +115,8 @@ def _prompts(use: Use, scores: Pointer) -> Launch:
         kernel="precast.kernels.sparse_attention/prompts.cu:select_prompts",
         grid=(NUM_SMS, 1, 1),
         args=(
-            Pointer("out.0"), scores, *_given(), use.shape("q")[1], _sequences(use), _prompt_places(use), *_strides(),
+            Pointer("out.0"), scores, *given(), use.shape("q")[1], _sequences(use), _prompt_places(use),
+            *select_strides(),
         ),
         constants={
             **_selecting(use), "BY_TOKEN": True, "FLOAT16": use.operands["q"].type.dtype == "float16",
@@ -145,7 +153,7 @@ def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch,
     score = Launch(
         kernel="precast.kernels.sparse_attention/score.cu:score_keys",
         grid=(NUM_SMS, 1, 1),
-        args=(scores, *_given(), *sizes, *_strides()),
+        args=(scores, *given(), *sizes, *select_strides()),
         constants={
             **shared, "FLOAT16": use.operands["q"].type.dtype == "float16", "HEADS": known(use, "q", 2),
             "SIZE": size, "SCALE": real(use, "scale"), "WARPS": SCORING_WARPS, "STAGES": stages,
@@ -165,16 +173,6 @@ def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch,
         pdl=True,
     )
     return score, pick
-
-
-def _given() -> tuple[Pointer, ...]:
-    names = ("q", "weights", "cache", "cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
-    return tuple(Pointer(name) for name in names)
-
-
-def _strides() -> tuple[Stride, ...]:
-    return (*(Stride("q", axis) for axis in (1, 2, 3)), *(Stride("weights", axis) for axis in (1, 2)),
-            *(Stride("cache", axis) for axis in (0, 1)))  # fmt: skip
 
 
 def _selecting(use: Use) -> dict[str, int | float | bool | str]:

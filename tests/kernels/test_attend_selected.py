@@ -117,6 +117,19 @@ def test_source_on_a_cpu(
         same(PAGED_SPARSE_LATENT_ATTENTION, on_cpu(sample, how, late=late), expected)
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_sums_fade_when_scores_grow(on_cpu: Run, cluster: int, same: Callable[..., None]) -> None:
+    """References follow scores that are far above, in tiles of both warp groups: scores are so large that in some heads
+    a later tile has one."""
+    sample = sample_of(Draw(BRAIN, CPU), 9, 400, latent=128, rope=64, page_size=16) | {"scale": 1.5}
+
+    same(
+        PAGED_SPARSE_LATENT_ATTENTION,
+        on_cpu(sample, Attend(64, cluster, 1, 2)),
+        paged_sparse_latent_attention(**sample),
+    )
+
+
 @pytest.mark.parametrize("rows", [32, 64])
 def test_entries_that_are_no_keys_are_passed_over(on_cpu: Run, rows: int, same: Callable[..., None]) -> None:
     """Wherever they stand, and a whole tile of them."""

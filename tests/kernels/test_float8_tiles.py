@@ -27,14 +27,14 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 NAMES = {record.name.replace("quantised_linear", "rounded_linear") for record in records()}
 BLOCK_BYTES = 227 << 10
 """Shared memory that a block may have on Hopper."""
-LAYERS = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "head": (128256, 4096),
-}
+LAYERS = {"o": (4096, 4096), "gate_up": (28672, 4096)}
 """Outputs and inputs, those of Llama 3.1 8B."""
+PLANS = {
+    (6144, 4096): (2, 96), (4096, 4096): (3, 96), (28672, 4096): (1, 112), (128256, 4096): (1, 126),
+    (8192, 8192): (2, 128), (5120, 5120): (2, 80), (16384, 4096): (1, 128), (3584, 4096): (3, 84),
+    (1024, 4096): (8, 64), (200, 128): (1, 2),
+}  # fmt: skip
+"""Blocks of a cluster, and of all, by outputs and inputs: the fastest that were measured."""
 
 Run = Callable[..., torch.Tensor]
 
@@ -118,13 +118,13 @@ def test_a_scale_that_is_not_a_param_is_not_taken() -> None:
 @pytest.mark.parametrize("columns", ROWS)
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_plans_have_room_and_fill_the_gpu(columns: int, in_blocks: bool) -> None:
-    for outputs, inputs in LAYERS.values():
+    """A cluster of several blocks has one tile."""
+    for (outputs, inputs), expected in PLANS.items():
         plan = plan_of(columns, outputs, inputs, in_blocks=in_blocks)
 
         assert plan.shared_bytes <= BLOCK_BYTES
-        assert plan.stages >= 6
-        assert 96 <= plan.grid <= 112
-        assert plan.grid % plan.cluster == 0
+        assert plan.stages >= min(5, inputs // 128 + 1)
+        assert (plan.cluster, plan.grid) == expected
         assert plan.cluster == 1 or plan.grid // plan.cluster == -(-outputs // 128)
 
 
@@ -165,7 +165,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
         (BRAIN, 40, 128, 128, {"activation": "fp8_tensor", "of_all": True}),
         (HALF, 64, 320, 512, {"activation": "fp8_group"}),
         (BRAIN, 33, 256, 1024, {"activation": "fp8_group", "bias": True}),
-        (BRAIN, 12, 14480, 256, {"of_all": True}),
+        (BRAIN, 12, 17040, 256, {"of_all": True}),
     ],
     ids=str,
 )

@@ -244,14 +244,13 @@ def test_a_rounded_input_is_multiplied_by_triton(weight: str, activation: str) -
     ],
 )  # fmt: skip
 def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation: str, scales: str) -> None:
-    """From 65 tokens on, or of blocks from 33: the input is rounded, and then multiplied."""
+    """From 65 tokens on: the input is rounded, and then multiplied."""
     given = use(weight, 6144, activation=activation, target=GPU.without_torch)
     found = {case.sizes["T"][0]: case.choice.record for case in cases(given)}
-    least = 33 if scales == "blocks" else 65
-    record = found[least]
+    record = found[65]
     rounding, product = record.runs(given)  # type: ignore[operator]
 
-    assert all((each.kind == "library 12.9") == (first >= least) for first, each in found.items())
+    assert all((each.kind == "library 12.9") == (first >= 65) for first, each in found.items())
     assert record.name == f"cublaslt.quantised_linear_of_float8_{scales}"
     assert (record.control, record.allocates) == ("static", False)
     assert rounding.kernel.endswith(":round_kernel")

@@ -282,6 +282,18 @@ def test_what_records_launch_fits_a_multiprocessor() -> None:
     assert picked == [1, 2, 2]
 
 
+@pytest.mark.parametrize("heads", [8, 64, 128])
+def test_what_selects_for_prompts_fits_a_multiprocessor(heads: int) -> None:
+    sample = paged_select_sample(Draw(BRAIN, CPU), [(3, 5)], heads=heads, size=128, count=2048, page_size=16)
+    *_, launch = selection.of_sequences(use_of(sample), how=selection.SOME_ROWS)
+
+    used = used_by(launch)
+
+    assert used["SHARED"] <= 227 << 10
+    assert used["REG"] * launch.block <= 65536
+    assert used["STACK"] <= 32
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +326,9 @@ def run(sample: Sample) -> dict[str, torch.Tensor]:
         ([(1, 3000 + 17 * i) for i in range(70)], 32, 128, 512, 8),
         ([(33, 4000), (1, 300), (1, 299)], 16, 64, 299, 5),
         ([(1, 420000)], 8, 32, 2048, 64),
+        ([(9, 30000), (6, 70)], 64, 128, 2048, 16),
+        ([(5, 3000), (7, 2500)], 128, 128, 100, 16),
+        ([(5, 3000), (7, 2500)], 8, 64, 100, 16),
     ],
     ids=str,
 )
