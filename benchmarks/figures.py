@@ -346,27 +346,32 @@ def few_bits_page() -> str:
          f"{each['ratio']:.2f}")
         for shape, each in result("gpu_few_bits_memory").items()
     ]  # fmt: skip
-    memory = (
-        "\n## What they hold\n\nDevice memory of a model that is loaded for 8 sequences and 1,024 tokens a step, with"
-    )
-    memory += (
-        " 2 GiB of caches, without what\na CUDA context takes by itself. Beside files and caches it is room for a step:"
-    )
-    memory += " of four bits, for the largest\nweight as prompts multiply it.\n\n"
-    memory += _table(("", "files and caches, GB", "on the device, GB", "ratio"), held)
-    found = result("gpu_few_bits_drift")
-    rows = []
+    lost, found = [], result("gpu_few_bits_drift")
     for name, each in found.items():
         parts = (each["weight"], each["input"], *each["arithmetic"].values())
-        rows.append((name, *("" if part == 0 else f"{100 * part:.2f}" for part in parts)))
+        lost.append((name, *("" if part == 0 else f"{100 * part:.2f}" for part in parts)))
     first, *others = next(iter(found.values()))["arithmetic"]
     heads = ("in %", "weight", "input", f"arithmetic, of {first} token", *(f"of {int(count):,}" for count in others))
-    text = "\n## What is lost\n\nHow far a layer's results are from those that its weight gave before it was rounded to"
-    text += (
-        " few bits, in parts:\nby the weight's values, by those of the input, and by the kernel's arithmetic, which is"
-    )
-    text += " that of bfloat16. 4,096\noutputs of 14,336 inputs, normal numbers.\n\n"
-    return quantised_page() + memory + text + _table(heads, rows)
+    memory = _table(("", "files and caches, GB", "on the device, GB", "ratio"), held)
+    return f"{quantised_page()}{_HELD}{memory}{_LOST}{_table(heads, lost)}"
+
+
+_HELD = """
+## What they hold
+
+Device memory of a model that is loaded for 8 sequences and 1,024 tokens a step, with 2 GiB of caches, without what a
+CUDA context takes by itself. What is held beside files and caches is room for a step; with four bits the largest weight
+as prompts multiply it is part of it.
+
+"""
+_LOST = """
+## What is lost
+
+How far a layer's results are from those that its weight gave before it was rounded to few bits, in parts: by the
+weight's values, by those of the input, and by the kernel's arithmetic, which is that of bfloat16. The layer has 4,096
+outputs of 14,336 inputs, all normal numbers.
+
+"""
 
 
 def image_page() -> str:

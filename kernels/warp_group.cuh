@@ -21,7 +21,7 @@ __device__ __forceinline__ void wait_for_batches() {
 // What threads wrote to shared memory, or copied there by themselves, is there for the tensor cores from here on.
 __device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Of a warp group's threads, when its copies so far have arrived.
+// Arrives at the barrier when all copies that this thread has asked for have come.
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
