@@ -14,12 +14,14 @@ from precast.ir.graph.schema import Read
 
 CHOICES = ("published", "none")
 """What the option may name: rounded as the config says, or not at all."""
-EXPONENTS = Rounding(reason="scales of inputs that are powers of two are not made")
-"""Of MX formats, whose inputs are to have an exponent for each 32 neighbours."""
+EXPONENTS = Rounding(reason="groups of 32 inputs have an exponent each: known are groups of 128")
+"""Of MX formats: on Hopper sums of each 32 would have to be scaled apart, and a product of 16 bits is more exact."""
 FOUR_BITS = Rounding(reason="inputs of 4 bits are not made")
 """Of NVFP4 and MXFP4."""
+FOUR_BIT_WEIGHT = Rounding(reason="weights of 4 bits are multiplied with numbers of 16")
+"""Of DeepSeek-V4's experts, whose inputs its publisher rounds as those of FP8."""
 GROUP = 128
-"""Neighbours of a row that have a scale together in `fp8_group`."""
+"""Neighbours of a row that have a scale together, where inputs are rounded in groups."""
 FBGEMM_BOUND = 1200.0
 """What transformers' `FbgemmFp8Config` has where a config names no `activation_scale_ub`."""
 
@@ -27,8 +29,10 @@ FBGEMM_BOUND = 1200.0
 def of_fp8(entries: Mapping[str, Any], stem: str) -> Rounding:
     """Of `quant_method: fp8`, as transformers' `FP8Linear` rounds (`integrations/finegrained_fp8.py`).
 
-    Dynamic: amax / 448 of each 128 neighbours, DeepSeek-V3's `act_quant`; without blocks, of each token. Static: by
-    `activation_scale`, which AutoFP8 calls `input_scale`. `stem`: the layer's name in the checkpoint.
+    Dynamic: amax / 448 of each 128 neighbours, DeepSeek-V3's `act_quant`; without blocks, of each token. With the
+    `scale_fmt` ue8m0 it is the next power of two, as in DeepSeek's code since V3.1; transformers' own on Hopper takes
+    amax / 448 all the same. Static: by `activation_scale`, which AutoFP8 calls `input_scale`. `stem`: the layer's name
+    in the checkpoint.
     """
     scheme, block = entries.get("activation_scheme", "dynamic"), entries.get("weight_block_size")
     if scheme == "static":
@@ -37,11 +41,12 @@ def of_fp8(entries: Mapping[str, Any], stem: str) -> Rounding:
         return Rounding("fp8_tensor", Read(f"{stem}.{name}", ()))
     if scheme != "dynamic":
         return Rounding(reason=f"activation_scheme is {_short(scheme)}, which is not known")
-    if entries.get("scale_fmt") == "ue8m0":
-        return Rounding(reason="scale_fmt is ue8m0: scales of inputs that are powers of two are not made")
-    if block is None:
-        return Rounding("fp8_token")
-    return _in_groups(block[1])
+    is_power_of_two = entries.get("scale_fmt") == "ue8m0"
+    if block is not None:
+        return _in_groups(block[1], "fp8_group_e8m0" if is_power_of_two else "fp8_group")
+    if is_power_of_two:
+        return Rounding(reason="scale_fmt is ue8m0: scales of tokens that are powers of two are not made")
+    return Rounding("fp8_token")
 
 
 def of_fbgemm(entries: Mapping[str, Any]) -> Rounding:
@@ -108,9 +113,9 @@ def of_quark(inputs: Any, stem: str) -> Rounding:
     return Rounding(reason=f"input_tensors of {_short(said)}: such a rounding is not made")
 
 
-def _in_groups(size: object) -> Rounding:
+def _in_groups(size: object, activation: str = "fp8_group") -> Rounding:
     if size == GROUP:
-        return Rounding("fp8_group")
+        return Rounding(activation)
     return Rounding(reason=f"groups of {_short(size)} inputs have a scale each: known are groups of {GROUP}")
 
 

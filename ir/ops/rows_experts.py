@@ -28,7 +28,7 @@ SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 CHOICES = ("scores", "logits")
 GROUP_SCORES = ("top2", "max")
 SCALES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
-EXPERT_ROUNDINGS = ("none", "fp8_token", "fp8_group", "int8_token")
+EXPERT_ROUNDINGS = ("none", "fp8_token", "fp8_group", "fp8_group_e8m0", "int8_token")
 """How rows that experts multiply are rounded: as `precast.quantised_linear` has it, by scales made of a row."""
 EXPERT_FORMATS = tuple(format for format in QUANTISED_FORMATS if format != "gptq")
 """How weights may be stored: as of `precast.quantised_linear`, but without lists of groups, with which `gptq` comes."""

@@ -22,7 +22,17 @@ from precast.ir.ops.work import product
 
 ROUNDINGS = QUANTISED_INPUTS[1:]
 INPUT_GROUP = 128
-"""Neighbours of a row that have a scale together in `fp8_group`."""
+"""Neighbours of a row that have a scale together, where there are groups."""
+
+
+def in_groups(activation: object) -> bool:
+    """Whether each `INPUT_GROUP` neighbours of a row have a scale: of an `activation`, or a `rounding` of experts."""
+    return activation in ("fp8_group", "fp8_group_e8m0")
+
+
+def has_powers_of_two(activation: object) -> bool:
+    """Whether scales are powers of two."""
+    return activation == "fp8_group_e8m0"
 
 
 def rounded_linear(args: Args) -> tuple[TensorType, ...]:
@@ -63,7 +73,7 @@ def _rounded(x: TensorType, args: Args) -> tuple[TensorType, TensorType]:
     is_static, scale = activation == "fp8_tensor", args.get("input_scale")
     expect((scale is not None) == is_static, f"input_scale: {'missing' if is_static else f'not taken by {activation}'}")
     expect_given(args, "input_scale", (1,), *SCALES)
-    count = symbols.ceildiv(x.shape[-1], INPUT_GROUP) if activation == "fp8_group" else 1
+    count = symbols.ceildiv(x.shape[-1], INPUT_GROUP) if in_groups(activation) else 1
     dtype: Dtype = "int8" if activation == "int8_token" else "float8_e4m3fn"
     return TensorType(dtype, x.shape), TensorType("float32", (*x.shape[:-1], count))
 

@@ -27,7 +27,7 @@ MAX_ITERATIONS = 1000
 """Of `precast.sinkhorn`. Published models have 20."""
 QUANTISED_FORMATS = ("fp8", "mxfp4", "gptq", "nvfp4", "nvfp4_divided", "packed4", "packed8", "int8")
 """How ops may hold weights in few bits. Words of `awq` become those of `packed4` while they are read."""
-QUANTISED_INPUTS = ("none", "fp8_token", "fp8_group", "fp8_tensor", "int8_token")
+QUANTISED_INPUTS = ("none", "fp8_token", "fp8_group", "fp8_group_e8m0", "fp8_tensor", "int8_token")
 
 
 def linear(args: Args) -> tuple[TensorType, ...]:

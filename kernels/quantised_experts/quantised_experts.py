@@ -6,7 +6,7 @@ else is as in `precast.kernels.experts.experts`. So the result is that of weight
 With a `rounding` the rows that experts multiply are rounded to few bits first, as those do who publish such
 checkpoints: a token's before the first product, and what stands between the products, rounded to `x`'s dtype, before
 the second. Kinds are those of `precast.quantised_linear`'s `activation` whose scales are made of the row: `fp8_token`,
-`fp8_group`, `int8_token`. Weights are not rounded to `x`'s dtype then: all is computed in float32.
+`fp8_group`, `fp8_group_e8m0`, `int8_token`. Weights are not rounded to `x`'s dtype then: all is computed in float32.
 """
 
 from __future__ import annotations

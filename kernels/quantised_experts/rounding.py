@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, ceildiv, mul
+from precast.ir.ops.rows_rounded import has_powers_of_two, in_groups
 from precast.kernels.blocks import power_of_two
 from precast.kernels.experts.launches import aligned, has_pdl
 from precast.kernels.quantised_linear.launches import INPUT_GROUP, LONGEST_ROUNDED
@@ -41,7 +42,8 @@ def is_short(use: Use, *widths: int) -> bool:
 
 def row_scales_of(use: Use) -> str:
     """The kernels' `ROW_SCALES`."""
-    return {"none": "none", "fp8_group": "steps"}.get(rounding_of(use), "rows")
+    kind = rounding_of(use)
+    return "none" if kind == "none" else "steps" if in_groups(kind) else "rows"
 
 
 def rounded_at(use: Use, start: Expr, count: Expr, width: int, *, is_exact: bool) -> Rounded:
@@ -50,7 +52,7 @@ def rounded_at(use: Use, start: Expr, count: Expr, width: int, *, is_exact: bool
     narrow: Dtype = "int8" if rounding_of(use) == "int8_token" else "float8_e4m3fn"
     dtype = narrow if is_exact else use.operands["x"].type.dtype
     scales = add(start, aligned(mul(1 if is_exact else use.width("x"), count, width)))
-    groups = -(-width // INPUT_GROUP) if rounding_of(use) == "fp8_group" else 1
+    groups = -(-width // INPUT_GROUP) if in_groups(rounding_of(use)) else 1
     return Rounded(
         Pointer("workspace", dtype, start), Pointer("workspace", "float32", scales),
         add(scales, aligned(mul(4 * groups, count))),
@@ -62,7 +64,7 @@ def rounding(
 ) -> Launch:
     """The launch that rounds `count` rows, `steps` between two of them and between neighbours of one."""
     kind = rounding_of(use)
-    if kind == "fp8_group":
+    if in_groups(kind):
         group, block = INPUT_GROUP, _ROUNDED_AT_ONCE
     else:
         group = block = power_of_two(max(width, INPUT_GROUP))
@@ -72,8 +74,8 @@ def rounding(
         # No scale is one of all, none of the weight's is written out for rows, and rows lie along one axis.
         (rounded.rows, rounded.scales, rows, None, None, None, 1, steps[0], 0, steps[1], width),
         {
-            "KIND": kind.partition("_")[0], "GROUP": group, "BY_GROUPS": False, "OUTPUTS": 0, "BLOCK": block,
-            "PDL": has_pdl(use),
+            "KIND": kind.partition("_")[0], "GROUP": group, "POWERS_OF_TWO": has_powers_of_two(kind),
+            "BY_GROUPS": False, "OUTPUTS": 0, "BLOCK": block, "PDL": has_pdl(use),
         },
         max(4, min(block // 1024, 16)),
         pdl=has_pdl(use),

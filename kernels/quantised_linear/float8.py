@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, ceildiv, floordiv, mul, numel
+from precast.ir.ops.rows_rounded import in_groups
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.linear import records as linear
 from precast.kernels.linear.cublaslt import ALIGNED, BLOCK, BLOCK_ROWS
@@ -32,7 +33,7 @@ def scales_of(use: Use) -> Scales | None:
     others = ("zeros", "groups", "global_scale")
     if sizes is None or use.constant("format") != "fp8" or any(map(use.has, others)):
         return None
-    if activation == "fp8_group":
+    if in_groups(activation):
         in_blocks = (sizes.rows, sizes.group) == (BLOCK, BLOCK) and sizes.inputs % (BLOCK * _STRIDE) == 0
         return "blocks" if in_blocks else None
     if sizes.num_groups != 1 or not (has_one_scale(use) or sizes.rows == 1):

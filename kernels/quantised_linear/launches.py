@@ -12,6 +12,7 @@ from precast.ir.graph import symbols
 from precast.ir.graph.schema import Const, Dim, Dtype, Expr, Items, TensorType
 from precast.ir.graph.symbols import add, ceildiv, mul, numel
 from precast.ir.memory.liveness import Operand
+from precast.ir.ops.rows_rounded import has_powers_of_two, in_groups
 from precast.ir.weights.quantised import NVFP4_BLOCK
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.blocks import power_of_two
@@ -29,8 +30,8 @@ _MXFP4_BLOCK = 32
 _ROW_TILES = {16: 1, 32: 1, 96: 2, 256: 4, None: 8}
 """Tiles that at least so many rows are; how many they are at most depends on the step."""
 INPUT_GROUP = 128
-"""Inputs that have a scale together in `fp8_group`, as kernels know it too, and that are summed at a time where groups
-of weights allow it."""
+"""Inputs that have a scale together where they are rounded in groups, as kernels know it too, and that are summed at a
+time where groups of weights allow it."""
 LONGEST_ROUNDED = 32768
 """Inputs of a row of which one program finds the largest."""
 _ROUNDED_AT_ONCE = 1024
@@ -165,7 +166,7 @@ def tile_of(use: Use, most: int | None) -> Tile:
     n = 128 if m == 32 or (m > 64 and sizes.outputs > 2048) else 64
     # Of a tile of 64 rows as many parts as for the most rows that it is meant for, if not for more.
     parts = 1 if m > 64 else _parts(sizes, n, most if most is None or m < 64 else max(most, ROWS[2]))
-    inputs = INPUT_GROUP if each > 1 or is_exact(use) or _activation(use) == "fp8_group" else 64
+    inputs = INPUT_GROUP if each > 1 or is_exact(use) or in_groups(_activation(use)) else 64
     if _scales_at(use, inputs) == "values" and each in (1, 4) and sizes.group in (16 * each, 32 * each, 64):
         inputs = sizes.group
     bits = 4 if each == 8 else 8
@@ -198,7 +199,7 @@ def _space(use: Use, most: int | None) -> _Space:
 def rounded_bytes(use: Use) -> Expr:
     """What the input takes that is written anew, and its scales after it."""
     rows, sizes = numel(use.shape("input")[:-1]), _sizes(use)
-    groups = -(-sizes.inputs // INPUT_GROUP) if _activation(use) == "fp8_group" else 1
+    groups = -(-sizes.inputs // INPUT_GROUP) if in_groups(_activation(use)) else 1
     has_scales = _activation(use) != "none" and not is_given(use)
     return add(_values_bytes(use), aligned(mul(4 * groups, rows)) if has_scales else 0)
 
@@ -256,7 +257,7 @@ def rounding(use: Use, scales: Pointer | None, *, by_groups: bool = False, sprea
     if _has_scale_of_row(use):
         group = block = power_of_two(max(sizes.inputs, INPUT_GROUP))
     else:
-        group, block = INPUT_GROUP if activation == "fp8_group" else 0, _ROUNDED_AT_ONCE
+        group, block = INPUT_GROUP if in_groups(activation) else 0, _ROUNDED_AT_ONCE
     return Launch(
         f"{_KERNELS}:round_kernel",
         grid=(rows.total, -(-sizes.inputs // block)),
@@ -265,8 +266,8 @@ def rounding(use: Use, scales: Pointer | None, *, by_groups: bool = False, sprea
             None if spread is None else Pointer("scales"), rows.inner, *rows.strides, sizes.inputs,
         ),
         constants={
-            "KIND": kind, "GROUP": group, "BY_GROUPS": by_groups, "OUTPUTS": 0 if spread is None else sizes.outputs,
-            "BLOCK": block, "PDL": has_pdl,
+            "KIND": kind, "GROUP": group, "POWERS_OF_TWO": has_powers_of_two(activation), "BY_GROUPS": by_groups,
+            "OUTPUTS": 0 if spread is None else sizes.outputs, "BLOCK": block, "PDL": has_pdl,
         },
         num_warps=max(4, min(block // 1024, 16)),
         pdl=has_pdl,
@@ -303,7 +304,8 @@ def input_of(use: Use) -> Pointer:
 
 def input_scales_of(use: Use) -> tuple[str, Pointer | None]:
     """Of what the product reads: as the kernels' `INPUT_SCALES`, and where they are."""
-    kind = {"none": "none", "fp8_tensor": "one", "fp8_group": "steps"}.get(_activation(use), "row")
+    activation = _activation(use)
+    kind = "steps" if in_groups(activation) else {"none": "none", "fp8_tensor": "one"}.get(activation, "row")
     if is_given(use) and kind == "one":
         kind = "row"
     return kind, Pointer("input_scale") if kind == "one" else own_scales(use)

@@ -6,6 +6,8 @@ read transposed. The input may be rounded to few bits first, as those do who pub
 - `none`: q(x) = x, and w is rounded to x's dtype before the product, as a weight that is dequantised while it loads;
 - `fp8_token`: float8_e4m3fn times a scale for each row, amax / 448 (compressed-tensors' dynamic scales of tokens);
 - `fp8_group`: the same with a scale for each 128 neighbours of a row (transformers' FP8Linear, DeepSeek-V3);
+- `fp8_group_e8m0`: the same with powers of two, 2^ceil(log2(amax / 448)), 2^-126 or more (`act_quant` of DeepSeek-V3.1
+  and later with `scale_fmt` ue8m0, DeepGEMM's `ceil_to_ue8m0`);
 - `fp8_tensor`: the same with the one scale that the checkpoint has, `input_scale`;
 - `int8_token`: integers from -128 to 127 times a scale for each row, amax / 127, rounded to nearest even.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from precast.ir.ops.rows_rounded import INPUT_GROUP, has_powers_of_two, in_groups
 from precast.kernels.calls import implements
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.dequantise.quantise import divided
@@ -25,8 +28,6 @@ from precast.kernels.dtypes import FLOAT, widened
 from precast.kernels.spec import PRODUCT, OpSpec
 
 FP8_MAX, INT8_MAX = 448.0, 127.0
-GROUP = 128
-"""Neighbours that have a scale together in `fp8_group`."""
 
 
 @implements("quantised_linear")
@@ -68,16 +69,17 @@ def few_bits(
     x: torch.Tensor, activation: str, input_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The values of few bits that `x` [..., I] is rounded to, float8_e4m3fn or int8, and the scales [..., G] that they
-    are multiplied by, in `x`'s dtype: G is 1, or of `fp8_group` the groups of a row. Raises as `quantise_input` does.
+    are multiplied by, in `x`'s dtype: G is 1, or the groups of a row, where there are. Raises as `quantise_input` does.
     """
     groups = _in_groups(x, activation)
     if activation == "fp8_tensor":
         assert input_scale is not None
         scales = input_scale.to(x.dtype).expand(groups.shape[:-1])
-    elif activation in ("fp8_token", "fp8_group", "int8_token"):
+    elif activation in ("fp8_token", "int8_token") or in_groups(activation):
         scales = divided(_largest(groups), INT8_MAX if activation == "int8_token" else FP8_MAX)
+        scales = _powers_of_two(scales) if has_powers_of_two(activation) else scales
     else:
-        expected = "none, fp8_token, fp8_group, fp8_tensor or int8_token"
+        expected = "none, fp8_token, fp8_group, fp8_group_e8m0, fp8_tensor or int8_token"
         raise ValueError(f"activation: expected {expected}, found {activation!r}")
     quotients = (groups / torch.where(scales == 0, 1.0, scales).unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
     if activation == "int8_token":
@@ -87,14 +89,22 @@ def few_bits(
 
 def _in_groups(x: torch.Tensor, activation: str) -> torch.Tensor:
     """`x` [..., I] as [..., G, I / G], the last group filled up with zeros."""
-    if activation != "fp8_group":
+    if not in_groups(activation):
         return x.unsqueeze(-2)
-    return functional.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    return functional.pad(x, (0, -x.shape[-1] % INPUT_GROUP)).unflatten(-1, (-1, INPUT_GROUP))
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude along the last dimension, which may be empty."""
     return functional.pad(x.abs(), (0, 1)).amax(-1)
+
+
+def _powers_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """Each scale, or the next power of two above it, at least float32's smallest normal number. What is 0 or no finite
+    number stays so."""
+    scales = torch.where(scales == 0, scales, scales.clamp(min=torch.finfo(torch.float32).tiny))
+    digits, _ = torch.frexp(scales)  # from 0.5 to 1
+    return torch.where((digits > 0.5) & (digits < 1), scales / digits, scales)
 
 
 _QUANTISED = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)

@@ -15,6 +15,7 @@ import msgspec
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul, numel
+from precast.ir.ops.rows_rounded import in_groups
 from precast.kernels.quantised_linear import float8, float8_tiles, launches, streamed, tiles
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.rows import has_rows
@@ -72,7 +73,7 @@ def _has_whole_words(use: Use) -> bool:
         and sizes.inputs % each == 0
         and (sizes.group % each == 0 or use.has("groups"))
         and abs(int(offset or 0)) <= _MOST_OFFSET
-        and not (use.constant("activation") == "fp8_group" and use.has("groups"))
+        and not (in_groups(use.constant("activation")) and use.has("groups"))
     )
 
 

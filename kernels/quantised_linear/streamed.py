@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import numel
+from precast.ir.ops.rows_rounded import in_groups
 from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.linear.stream_plan import MAX_ROWS, TILE, Plan, Stored, Way, plan_that_fits
 from precast.kernels.quantised_linear import launches
@@ -92,7 +93,7 @@ def _lies(use: Use) -> _Lies | None:
     if launches.input_scales_of(use)[0] == "one" and use.operands["input_scale"].type.dtype != "float32":
         return None
     group = sizes.group if sizes.num_groups > 1 else None
-    if (activation == "fp8_group") != (is_rounded and group is not None) or (
+    if in_groups(activation) != (is_rounded and group is not None) or (
         is_rounded and group not in (None, launches.INPUT_GROUP)
     ):
         return None

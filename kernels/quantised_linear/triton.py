@@ -61,6 +61,7 @@ def round_kernel(  # type: ignore[no-untyped-def]
     inputs,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
     BY_GROUPS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -68,9 +69,10 @@ def round_kernel(  # type: ignore[no-untyped-def]
 ):
     """A row, or a part of it of BLOCK inputs, divided by its scale and rounded, into rows without gaps.
 
-    KIND: `fp8`, `int8`, or `none` for a copy. A scale for each GROUP inputs goes to `scales_ptr` [rows, groups], or
-    BY_GROUPS, as `_place_by_groups` says. Without GROUP it is the one that `scale_ptr` has, which each row gets in
-    `scales_ptr`, if that is given. `spread_ptr` [OUTPUTS] gets the one scale of the weight for each output.
+    KIND: `fp8`, `int8`, or `none` for a copy. A scale for each GROUP inputs, any number or one of POWERS_OF_TWO, goes
+    to `scales_ptr` [rows, groups], or BY_GROUPS, as `_place_by_groups` says. Without GROUP it is the one that
+    `scale_ptr` has, which each row gets in `scales_ptr`, if that is given. `spread_ptr` [OUTPUTS] gets the one scale of
+    the weight for each output.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -81,7 +83,7 @@ def round_kernel(  # type: ignore[no-untyped-def]
         x = x.to(tl.float32)
         if GROUP:
             groups = tl.reshape(x, (BLOCK // GROUP, GROUP))
-            scale = scales_of_groups(groups, KIND)
+            scale = scales_of_groups(groups, KIND, POWERS_OF_TWO)
             group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             count = (inputs + GROUP - 1) // GROUP
             if BY_GROUPS:

@@ -29,15 +29,22 @@ def _on_float8s_grid(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scales_of_groups(groups, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A scale for each row of `groups`, float32: the largest magnitude over that of KIND, `fp8` or `int8`.
+def scales_of_groups(groups, KIND: tl.constexpr, POWERS_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A scale for each row of `groups`, float32: the largest magnitude over that of KIND, `fp8` or `int8`, or the next
+    of POWERS_OF_TWO.
 
     Magnitudes are compared as integers, whose order is the same, and of which NaN is the largest.
     """
     bits = groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(bits, 1).to(tl.float32, bitcast=True)
     most = tl.full((groups.shape[0],), 448.0 if KIND == "fp8" else 127.0, tl.float32)
-    return tl.div_rn(largest, most)
+    scales = tl.div_rn(largest, most)
+    if POWERS_OF_TWO:
+        # the exponent alone, one more if there are other digits; infinity stays so, and so does 0
+        bits = scales.to(tl.int32, bitcast=True)
+        bits = tl.where(bits > 0x7F800000, bits, (bits + 0x7FFFFF) & ~0x7FFFFF)
+        scales = bits.to(tl.float32, bitcast=True)
+    return scales
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from precast.ir.graph.symbols import ceildiv, mul
-from precast.ir.ops.rows_rounded import INPUT_GROUP
+from precast.ir.ops.rows_rounded import INPUT_GROUP, has_powers_of_two, in_groups
 from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
 from precast.kernels.records import Launch, Pointer, Stride
@@ -93,5 +93,5 @@ def _has_scale_of_row(use: Use) -> bool:
 
 def _rounding(use: Use, block: int) -> dict[str, int | float | bool | str]:
     activation = str(use.constant("activation"))
-    group = block if _has_scale_of_row(use) else INPUT_GROUP if activation == "fp8_group" else 0
-    return {"KIND": activation.partition("_")[0], "GROUP": group}
+    group = block if _has_scale_of_row(use) else INPUT_GROUP if in_groups(activation) else 0
+    return {"KIND": activation.partition("_")[0], "GROUP": group, "POWERS_OF_TWO": has_powers_of_two(activation)}

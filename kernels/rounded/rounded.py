@@ -1,7 +1,7 @@
 """rounded_<op>@1: `op`, then its result rounded to few bits as `quantised_linear` rounds its input (`few_bits`).
 
 The result of `op` is rounded to x's dtype first, as where both are ops of their own: equal results by definition. The
-scales are float32: [..., 1], or of `fp8_group` one for each 128 neighbours.
+scales are float32: [..., 1], or in groups one for each 128 neighbours.
 """
 
 from __future__ import annotations

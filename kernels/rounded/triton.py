@@ -23,11 +23,13 @@ def _store_in_few_bits(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
 ):
     """`y` [ROWS, BLOCK], float32 and 0 beyond WIDTH, as values of few bits and their scales: the columns from `first`
     on of the rows `row` [ROWS, 1], without those that are none.
 
-    GROUP neighbours have a scale; 0: all have the one of `input_scale_ptr`, which each row gets.
+    GROUP neighbours have a scale, any number or one of POWERS_OF_TWO; 0: all have the one of `input_scale_ptr`, which
+    each row gets.
     """
     ROWS: tl.constexpr = y.shape[0]
     BLOCK: tl.constexpr = y.shape[1]
@@ -36,7 +38,7 @@ def _store_in_few_bits(  # type: ignore[no-untyped-def]
         COUNT: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
         GROUPS: tl.constexpr = BLOCK // GROUP
         groups = tl.reshape(y, (ROWS * GROUPS, GROUP))
-        scales = scales_of_groups(groups, KIND)
+        scales = scales_of_groups(groups, KIND, POWERS_OF_TWO)
         y = tl.reshape(divided_groups(groups, scales), (ROWS, BLOCK))
         group = first // GROUP + tl.arange(0, GROUPS)[None, :]
         place, is_group = row * COUNT + group, is_row & (group < COUNT)
@@ -75,6 +77,7 @@ def rounded_norm_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """rms_norm(x), or of the sum with `residual`, which is kept, in few bits.
@@ -102,7 +105,7 @@ def rounded_norm_kernel(  # type: ignore[no-untyped-def]
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * WIDTH + d, x, mask=mask)
     y = normed_rows(x.to(tl.float32), scale, eps, WIDTH, CAST_BEFORE_SCALE, dtype).to(tl.float32)
-    _store_in_few_bits(values_ptr, scales_ptr, input_scale_ptr, y, row, 0, is_row, WIDTH, KIND, GROUP)
+    _store_in_few_bits(values_ptr, scales_ptr, input_scale_ptr, y, row, 0, is_row, WIDTH, KIND, GROUP, POWERS_OF_TWO)
 
 
 @triton.jit
@@ -120,6 +123,7 @@ def rounded_gate_kernel(  # type: ignore[no-untyped-def]
     ACTIVATION: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The activated first half of a row times the second, in few bits. One program a block of BLOCK of the WIDTH
@@ -136,4 +140,6 @@ def rounded_gate_kernel(  # type: ignore[no-untyped-def]
     y = activated(gate.to(tl.float32), ACTIVATION) * value.to(tl.float32)
     y = y.to(gate.dtype).to(tl.float32)
     rows = tl.full((1, 1), 1, tl.int64) * row
-    _store_in_few_bits(values_ptr, scales_ptr, input_scale_ptr, y, rows, first, rows >= 0, WIDTH, KIND, GROUP)
+    _store_in_few_bits(
+        values_ptr, scales_ptr, input_scale_ptr, y, rows, first, rows >= 0, WIDTH, KIND, GROUP, POWERS_OF_TWO
+    )

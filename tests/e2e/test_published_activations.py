@@ -17,6 +17,7 @@ import torch
 from plain_rounding import (
     Rounding,
     float8_groups,
+    float8_groups_e8m0,
     float8_tokens,
     in_parts,
     int8_tokens,
@@ -36,6 +37,7 @@ from precast.ir.artifact import Bundle
 from precast.ir.errors import BuildError, WeightsError
 from precast.ir.graph.schema import Call, Const, Node
 from precast.ir.graph.world import bound, unsharded
+from precast.ir.ops.rows_rounded import in_groups
 from precast.ir.verify import verifier
 from precast.kernels.choices import cases
 from precast.kernels.rounded.fusing import with_rounded_inputs
@@ -124,6 +126,11 @@ CASES = {
     "FP8 in groups": Published(
         llama({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, BLOCKS),
         "fp8_group", always(float8_groups),
+    ),
+    "FP8 in groups by powers of two": Published(
+        llama({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+               "scale_fmt": "ue8m0"}, BLOCKS),
+        "fp8_group_e8m0", always(float8_groups_e8m0),
     ),
     "FP8 in groups that ranks have whole": Published(
         Case("llama", {"quant_method": "fp8", "weight_block_size": [128, 128]}, BLOCKS,
@@ -336,7 +343,7 @@ def fused_layers(case: str) -> int:
     """
     if CASES[case].activation == "fp8_tensor" or "bound" in case:
         return 0
-    return 4 if case.endswith("FP8 in groups") else 6
+    return 4 if CASES[case].case.changes == SIZES and in_groups(CASES[case].activation) else 6
 
 
 @pytest.mark.parametrize("case", CASES)

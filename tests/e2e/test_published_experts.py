@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from plain_rounding import Rounding, float8_groups, float8_tokens, in_parts, int8_tokens, round_experts, round_inputs
+from plain_rounding import (
+    Rounding,
+    float8_groups,
+    float8_groups_e8m0,
+    float8_tokens,
+    in_parts,
+    int8_tokens,
+    round_experts,
+    round_inputs,
+)
 from quantised import Stored
 from quantised_checkpoints import (
     Case,
@@ -83,6 +92,11 @@ CASES = {
     "FP8 in groups of DeepSeek": Published(
         Case("deepseek_v3", IN_BLOCKS, BLOCKS, changes=DEEPSEEK, which=r".*\.layers\..*_proj(_with_mqa)?\.weight"),
         "fp8_group", float8_groups,
+    ),
+    "FP8 in groups of DeepSeek-V3.1": Published(
+        Case("deepseek_v3", IN_BLOCKS | {"scale_fmt": "ue8m0"}, BLOCKS, changes=DEEPSEEK,
+             which=r".*\.layers\..*_proj(_with_mqa)?\.weight"),
+        "fp8_group_e8m0", float8_groups_e8m0,
     ),
     "compressed FP8 of tokens": Published(
         Case("qwen3_moe", inputs("float-quantized", FP8 | {"strategy": "channel", "symmetric": True}, **FP8),

@@ -160,6 +160,7 @@ def test_values_are_the_definitions(format: str, dtype: torch.dtype) -> None:
     [
         ("fp8_tensor", (208, 1536), "one"), ("fp8_tensor", (1, 1536), "rows"), ("fp8_token", (1, 1536), "rows"),
         ("fp8_token", (208, 1536), "rows"), ("fp8_group", (128, 128), "blocks"),
+        ("fp8_group_e8m0", (128, 128), "blocks"),
     ],
 )  # fmt: skip
 def test_what_cublaslt_is_given(activation: str, block: tuple[int, int], lie_as: str, rows: int) -> None:

@@ -17,8 +17,9 @@ from cublaslt_by_hand import CublasLt
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
 from op_samples.table import samples_of
+from plain_rounding import POWERS_OF_TWO
 
-from precast.ir.ops.rows_rounded import ROUNDINGS
+from precast.ir.ops.rows_rounded import ROUNDINGS, in_groups
 from precast.kernels import registry
 from precast.kernels.choices import fitting, records_of
 from precast.kernels.launch import Launched, as_function, use_of_tensors
@@ -87,8 +88,9 @@ def test_rows_anywhere(rows: int, width: int, activation: str, dtype: torch.dtyp
 
 @triton.jit
 def rounding_kernel(  # type: ignore[no-untyped-def]
-    values_ptr, scales_ptr, x_ptr, given_ptr, COUNT: tl.constexpr, KIND: tl.constexpr, IS_GIVEN: tl.constexpr
-):
+    values_ptr, scales_ptr, x_ptr, given_ptr, COUNT: tl.constexpr, KIND: tl.constexpr, IS_GIVEN: tl.constexpr,
+    POWERS_OF_TWO: tl.constexpr,
+):  # fmt: skip
     """COUNT groups of 128 numbers, with scales of their own, or given ones."""
     place = tl.arange(0, COUNT)[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + place)
@@ -96,7 +98,7 @@ def rounding_kernel(  # type: ignore[no-untyped-def]
         scales = tl.load(given_ptr + tl.arange(0, COUNT))
         x = divided(x, scales[:, None], True)
     else:
-        scales = scales_of_groups(x, KIND)
+        scales = scales_of_groups(x, KIND, POWERS_OF_TWO)
         x = divided_groups(x, scales)
     tl.store(values_ptr + place, in_few_bits(x, KIND, values_ptr.dtype.element_ty))
     store_where_made(scales_ptr + tl.arange(0, COUNT), scales, tl.arange(0, COUNT) < COUNT)
@@ -114,7 +116,7 @@ def groups_of_any_size(count: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("activation", ["fp8_group", "fp8_tensor", "int8_token"])
+@pytest.mark.parametrize("activation", ["fp8_group", "fp8_group_e8m0", "fp8_tensor", "int8_token"])
 def test_groups_are_rounded_as_by_the_definition(activation: str) -> None:
     """Bit for bit, but where the definition has no number; the interpreter's float8 has no -0."""
     x = groups_of_any_size(256)
@@ -124,8 +126,9 @@ def test_groups_are_rounded_as_by_the_definition(activation: str) -> None:
     scales = torch.full((256,), torch.nan, device=DEVICE)
 
     rounding_kernel[(1,)](
-        values, scales, x.to(DEVICE), given.to(DEVICE), COUNT=256, KIND=kind, IS_GIVEN=activation == "fp8_tensor"
-    )
+        values, scales, x.to(DEVICE), given.to(DEVICE), COUNT=256, KIND=kind, IS_GIVEN=activation == "fp8_tensor",
+        POWERS_OF_TWO=activation == "fp8_group_e8m0",
+    )  # fmt: skip
 
     expected = [few_bits(group, activation, scale) for group, scale in zip(x, given, strict=True)]
     wanted = torch.stack([each[0] for each in expected])
@@ -135,6 +138,22 @@ def test_groups_are_rounded_as_by_the_definition(activation: str) -> None:
         assert torch.equal(found.float(), wanted.float())
     else:
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
+def test_scales_that_are_powers_of_two() -> None:
+    """Bit for bit those that were made by hand, and 0 of the groups that are left."""
+    x, expected = torch.zeros(32, 128), torch.zeros(32)
+    for i, (most, scale) in enumerate(POWERS_OF_TWO):
+        x[i, 3 * i], x[i, 127], expected[i] = -most, most / 3, scale
+    values = torch.empty(32, 128, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scales = torch.full((32,), torch.nan, device=DEVICE)
+
+    rounding_kernel[(1,)](
+        values, scales, x.to(DEVICE), scales, COUNT=32, KIND="fp8", IS_GIVEN=False, POWERS_OF_TWO=True
+    )
+
+    torch.testing.assert_close(scales.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
@@ -169,7 +188,7 @@ def test_wide_gates(activation: str, width: int, dtype: torch.dtype, same: Calla
     ("activation", "weight"),
     [
         ("fp8_token", "rows"), ("fp8_tensor", "all"), ("fp8_tensor", "rows"), ("fp8_group", "blocks"),
-        ("int8_token", "int8"),
+        ("fp8_group_e8m0", "blocks"), ("int8_token", "int8"),
     ],
 )  # fmt: skip
 @each_dtype
@@ -196,7 +215,9 @@ def test_layers_are_those_that_round_themselves(rows: int, activation: str, weig
 
 
 @pytest.mark.parametrize("rows", [3, 4, 18])
-@pytest.mark.parametrize(("activation", "block"), [("fp8_token", (208, 1536)), ("fp8_group", (128, 128))])
+@pytest.mark.parametrize(
+    ("activation", "block"), [("fp8_token", (208, 1536)), ("fp8_group", (128, 128)), ("fp8_group_e8m0", (128, 128))]
+)
 def test_what_cublaslt_is_given(activation: str, block: tuple[int, int], rows: int) -> None:
     """Scales as what rounds the input lays them, and in blocks the last rows, in memory for four."""
     draw = Draw(torch.float16, DEVICE)
@@ -218,13 +239,13 @@ def test_what_cublaslt_is_given(activation: str, block: tuple[int, int], rows: i
             for arg in first.args
         )
         Launched([first._replace(args=args)])(**{k: v for k, v in sample.items() if v is not None}, out=memory)
-        counts = 208, 12 * -(-rows // 4) * 4 if activation == "fp8_group" else rows
+        counts = 208, 12 * -(-rows // 4) * 4 if in_groups(activation) else rows
         scales = [
             memory[arg.offset :].view(torch.float32)[:count] if arg.tensor == "workspace"
             else sample[arg.tensor].flatten()[:count]
             for arg, count in zip(product.args[4:6], counts, strict=True) if isinstance(arg, Pointer)
         ]  # fmt: skip
-        if activation != "fp8_group":
+        if not in_groups(activation):
             return scales
         last, spare = product.args[7:9]
         assert isinstance(last, Pointer)
@@ -235,13 +256,15 @@ def test_what_cublaslt_is_given(activation: str, block: tuple[int, int], rows: i
     found = laid("rounded_linear", given)
     for each, expected in zip(found, laid("quantised_linear", own), strict=True):
         torch.testing.assert_close(each, expected, rtol=0, atol=0, equal_nan=True)
-    if activation == "fp8_group":
+    if in_groups(activation):
         assert torch.equal(found[2], values.view(torch.uint8)[0, rows // 4 * 4 :].flatten())
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="test_cublaslt.py multiplies on GPUs")
 @pytest.mark.parametrize("rows", [3, 4, 18])
-@pytest.mark.parametrize(("activation", "block"), [("fp8_token", (208, 512)), ("fp8_group", (128, 128))])
+@pytest.mark.parametrize(
+    ("activation", "block"), [("fp8_token", (208, 512)), ("fp8_group", (128, 128)), ("fp8_group_e8m0", (128, 128))]
+)
 def test_cublaslt_multiplies_what_it_is_given(
     activation: str, block: tuple[int, int], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -460,6 +460,7 @@ FLOAT8: dict[str, tuple[str, str, tuple[int, int] | None]] = {
     "token and tensor": ("rows", "fp8_token", None),
     "tensor and row": ("rows", "fp8_tensor", (1, 0)),
     "groups and blocks": ("blocks", "fp8_group", (128, 128)),
+    "groups of powers of two and blocks": ("blocks", "fp8_group_e8m0", (128, 128)),
 }
 
 

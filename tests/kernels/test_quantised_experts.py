@@ -9,7 +9,7 @@ import pytest
 import torch
 from op_samples.draw import Draw, Sample
 from op_samples.quantised_experts import FORMATS, experts, mxfp4, quantised_experts, rounded_experts
-from plain_rounding import float8_groups, float8_tokens, int8_tokens
+from plain_rounding import float8_groups, float8_groups_e8m0, float8_tokens, int8_tokens
 from torch.nn.functional import linear
 
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
@@ -55,7 +55,10 @@ def test_they_are_experts_that_were_dequantised_before(
         assert torch.equal(found(**sample), expected(**dequantised(sample))), sample["format"]
 
 
-PLAIN = {"fp8_group": float8_groups, "fp8_token": float8_tokens, "int8_token": int8_tokens}
+PLAIN = {
+    "fp8_group": float8_groups, "fp8_group_e8m0": float8_groups_e8m0, "fp8_token": float8_tokens,
+    "int8_token": int8_tokens,
+}  # fmt: skip
 
 
 @each_pair

@@ -12,6 +12,7 @@ import torch
 from compiled_launches import compiled, stack_bytes
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
+from plain_rounding import POWERS_OF_TWO, float8_groups_e8m0
 from quantised import dequantised
 
 from precast.ir.errors import TargetError
@@ -35,9 +36,11 @@ from precast.ir.graph.schema import (
 )
 from precast.ir.graph.world import bound
 from precast.ir.memory.liveness import Operand
+from precast.ir.ops.rows_rounded import in_groups
+from precast.ir.ops.rows_tokens import QUANTISED_INPUTS
 from precast.kernels.choices import cases, resolve, workspace
 from precast.kernels.quantised_linear import float8
-from precast.kernels.quantised_linear.quantised_linear import quantise_input, quantised_linear
+from precast.kernels.quantised_linear.quantised_linear import few_bits, quantise_input, quantised_linear
 from precast.kernels.quantised_linear.tiles import ROWS
 from precast.kernels.records import Pointer
 from precast.kernels.step_launches import step_launches
@@ -127,6 +130,27 @@ def test_groups_of_128_inputs_have_a_scale_each() -> None:
     assert torch.equal(found[0, 128:], x[0, 128:])
 
 
+@pytest.mark.parametrize(("most", "scale"), POWERS_OF_TWO)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scales_that_are_powers_of_two(most: float, scale: float, dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 200, dtype=dtype)
+    x[0, 5], x[0, 150] = -most, 3.0
+    x[0, 7] = most / 3
+
+    values, scales = few_bits(x, "fp8_group_e8m0")
+
+    torch.testing.assert_close(scales, torch.tensor([[scale, 2.0**-7]], dtype=dtype), rtol=0, atol=0, equal_nan=True)
+    quotients = x[0, :128] / (scale or 1.0)
+    assert torch.equal(values[0, :128].view(torch.uint8), quotients.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_values_are_those_of_scales_that_are_powers_of_two() -> None:
+    x = DRAW.normal(9, 300, scale=3.0)
+
+    assert torch.equal(quantise_input(x, "fp8_group_e8m0"), float8_groups_e8m0(x))
+    assert not torch.equal(quantise_input(x, "fp8_group_e8m0"), quantise_input(x, "fp8_group"))
+
+
 def test_an_unknown_rounding_is_refused() -> None:
     with pytest.raises(ValueError, match=r"activation: expected none, fp8_token.*found 'fp4'"):
         quantise_input(torch.ones(1, 4), "fp4")
@@ -199,7 +223,7 @@ def rounded_in_front(given: Use) -> Use:
     types = {name: each.type for name, each in given.operands.items()}
     *rows, inputs = types["input"].shape
     assert isinstance(inputs, int)
-    groups = symbols.ceildiv(inputs, 128) if given.constant("activation") == "fp8_group" else 1
+    groups = symbols.ceildiv(inputs, 128) if in_groups(given.constant("activation")) else 1
     types["input"] = TensorType("float8_e4m3fn", (*rows, inputs))
     types["input_scales"] = TensorType("float32", (*rows, groups))
     args = {**given.node.args, "input_scales": Ref("input_scales"), "dtype": DtypeArg("bfloat16")}
@@ -225,10 +249,23 @@ def test_hopper_has_launches_for_all_formats_and_sizes(weight: str) -> None:
     assert all(record.control == "static" and not record.allocates for record in found)
 
 
+@pytest.mark.parametrize("weight", ["fp8 blocks", "fp8 rows", "packed4", "mxfp4"])
+def test_powers_of_two_take_the_records_of_other_groups(weight: str) -> None:
+    """In the same steps, with as much memory, rounded here or in front: their scales lie alike, and are float32."""
+    one, other = (use(weight, activation=activation, target=GPU.without_torch) for activation in GROUPED)
+    pairs = [(one, other)] + [(rounded_in_front(one), rounded_in_front(other))] * weight.startswith("fp8")
+
+    for pair in pairs:
+        first, second = ([(case.sizes, case.choice.record.name) for case in cases(given)] for given in pair)
+        assert first == second
+        assert workspace(pair[0]) == workspace(pair[1])
+
+
+GROUPED = ("fp8_group", "fp8_group_e8m0")
 OLDER_LIBRARY = GPU._replace(kinds=GPU.kinds - {"library 12.9"})
 
 
-@pytest.mark.parametrize("activation", ["fp8_token", "fp8_group", "fp8_tensor", "int8_token"])
+@pytest.mark.parametrize("activation", QUANTISED_INPUTS[1:])
 @pytest.mark.parametrize("weight", ["fp8 blocks", "int8 rows", "packed4"])
 def test_a_rounded_input_is_multiplied_by_triton(weight: str, activation: str) -> None:
     (*_, last) = cases(use(weight, activation=activation, target=OLDER_LIBRARY.without_torch))
@@ -241,6 +278,7 @@ def test_a_rounded_input_is_multiplied_by_triton(weight: str, activation: str) -
     [
         ("fp8 all", "fp8_tensor", "one"), ("fp8 rows", "fp8_tensor", "rows"), ("fp8 rows", "fp8_token", "rows"),
         ("fp8 all", "fp8_token", "rows"), ("fp8 blocks", "fp8_group", "blocks"),
+        ("fp8 blocks", "fp8_group_e8m0", "blocks"),
     ],
 )  # fmt: skip
 def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation: str, scales: str) -> None:
@@ -267,6 +305,7 @@ def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation:
     [
         ("fp8 all", "fp8_token", False, [18 * 512, 18 * 4, 48 * 4]),
         ("fp8 blocks", "fp8_group", False, [16 * 512, 4 * 512, 20 * 4 * 4, 4 * 48 * 2]),
+        ("fp8 blocks", "fp8_group_e8m0", False, [16 * 512, 4 * 512, 20 * 4 * 4, 4 * 48 * 2]),
         ("fp8 all", "fp8_token", True, [48 * 4]),
         ("fp8 blocks", "fp8_group", True, [4 * 512, 20 * 4 * 4, 4 * 48 * 2]),
     ],
@@ -380,7 +419,10 @@ def test_a_step_of_one_of_two_ranks_is_launches() -> None:
     assert stream.grid == (2048 // 16, 1, 1)
 
 
-@pytest.mark.parametrize(("weight", "activation"), [("fp8 rows", "fp8_token"), ("fp8 blocks", "fp8_group")])
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [("fp8 rows", "fp8_token"), ("fp8 blocks", "fp8_group"), ("fp8 blocks", "fp8_group_e8m0")],
+)
 def test_float8_of_one_of_two_ranks_is_cublaslt_s(weight: str, activation: str) -> None:
     half = half_of(use(weight, HALVED, activation=activation))
     rounding, product = next(iter(step_launches(half, GPU.without_torch, {"T": 98}))).launches
@@ -392,7 +434,7 @@ def test_float8_of_one_of_two_ranks_is_cublaslt_s(weight: str, activation: str) 
 
 
 @pytest.mark.parametrize("weight", ALL)
-@pytest.mark.parametrize("activation", ["none", "fp8_group"])
+@pytest.mark.parametrize("activation", ["none", "fp8_group", "fp8_group_e8m0"])
 def test_memory_is_known_for_all_sizes(weight: str, activation: str) -> None:
     taken = workspace(use(weight, activation=activation))
     bytes_of = [symbols.evaluate(taken, {"T": tokens}) for tokens in (0, 1, 64, 5000)]
@@ -409,7 +451,7 @@ def test_memory_is_known_for_all_sizes(weight: str, activation: str) -> None:
         use("int8 rows", activation="int8_token"), use("packed4 points"), use("nvfp4", 14336),
         use("gptq", dtype="float16"), use("fp8 blocks", activation="fp8_group"), use("fp8 all", activation="fp8_token"),
         use("fp8 rows", activation="fp8_tensor"), rounded_in_front(use("fp8 blocks", activation="fp8_group")),
-        rounded_in_front(use("fp8 all", activation="fp8_token")),
+        rounded_in_front(use("fp8 all", activation="fp8_token")), use("fp8 blocks", activation="fp8_group_e8m0"),
     ],
     ids=lambda given: f"{given.node.op[8:]}, {given.constant('format')}, {given.constant('activation')}, "
     f"{len(given.target.kinds)}",

@@ -9,6 +9,7 @@ from graph_text import parse_graph
 
 from precast.ir.graph.schema import Graph, Node, TensorType
 from precast.ir.graph.text import format_graph
+from precast.ir.ops.rows_rounded import in_groups
 from precast.ir.verify import verifier
 from precast.kernels.choices import cases
 from precast.kernels.rounded.fusing import with_rounded_inputs
@@ -97,7 +98,7 @@ main {{
 
 def wide(first: str, width: int, how: str) -> Graph:
     """A layer of so many inputs, behind a gate or a norm."""
-    scales, block = (f"4, {width // 128}", "128, 128") if how == "fp8_group" else ("512, 1", f"1, {width}")
+    scales, block = (f"4, {width // 128}", "128, 128") if in_groups(how) else ("512, 1", f"1, {width}")
     taken, line = {
         "gate": (2 * width, '%g = precast.gated_activation(x=%x, kind="silu")'),
         "norm": (
@@ -110,8 +111,9 @@ def wide(first: str, width: int, how: str) -> Graph:
 
 @pytest.mark.parametrize(
     ("how", "width", "is_fused"),
-    [("fp8_token", 20480, True), ("fp8_token", 32768, True), ("fp8_token", 33280, False), ("fp8_group", 53248, True)],
-)
+    [("fp8_token", 20480, True), ("fp8_token", 32768, True), ("fp8_token", 33280, False), ("fp8_group", 53248, True),
+     ("fp8_group_e8m0", 53248, True)],
+)  # fmt: skip
 def test_wide_gates_round_what_a_program_holds(how: str, width: int, is_fused: bool) -> None:
     """In groups, any width: a program has as much of a row as it likes."""
     found = ops(with_rounded_inputs(wide("gate", width, how), GPU))
@@ -120,9 +122,10 @@ def test_wide_gates_round_what_a_program_holds(how: str, width: int, is_fused: b
     assert found == (fused if is_fused else ["gated_activation", "quantised_linear"])
 
 
-def test_rounded_rows_are_multiplied_where_they_lie_without_torch() -> None:
+@pytest.mark.parametrize("how", ["fp8_group", "fp8_group_e8m0"])
+def test_rounded_rows_are_multiplied_where_they_lie_without_torch(how: str) -> None:
     """In blocks of four of them: copies of the last are in the workspace, as the launch in front puts them there."""
-    graph = with_rounded_inputs(wide("norm", 512, "fp8_group"), GPU)
+    graph = with_rounded_inputs(wide("norm", 512, how), GPU)
 
     norm, layer = step_launches(graph, GPU.without_torch, {"T": 66})
 
@@ -177,7 +180,7 @@ def test_kernels_compile_for_hopper(rounding: str, tmp_path: Path) -> None:
     assert {name for name, ptx in found.items() if "min.NaN" in ptx} == (keeps_nan if rounding == STATIC else set())
 
 
-@pytest.mark.parametrize("how", ["fp8_token", "fp8_group"])
+@pytest.mark.parametrize("how", ["fp8_token", "fp8_group", "fp8_group_e8m0"])
 @pytest.mark.parametrize(("first", "width"), [("norm", 4096), ("norm", 16384), ("gate", 14336), ("gate", 32768)])
 def test_kernels_of_long_rows_compile_for_hopper(first: str, width: int, how: str, tmp_path: Path) -> None:
     graph = with_rounded_inputs(wide(first, width, how), GPU)

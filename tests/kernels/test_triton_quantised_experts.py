@@ -118,10 +118,11 @@ ROWS = (1, 1 << 20)
     [
         (layer("fp8", QWEN, rounding="fp8_group"), "f16", "e4m3"),
         (layer("fp8", DEEPSEEK, rounding="fp8_group"), "f16", "e4m3"),
+        (layer("fp8", DEEPSEEK, rounding="fp8_group_e8m0"), "f16", "e4m3"),
         (layer("fp8", QWEN, rounding="fp8_token", block=ROWS), "f16", "e4m3"),
         (layer("int8", QWEN, rounding="int8_token", block=ROWS), "s8", "s8"),
     ],
-    ids=["Qwen", "DeepSeek", "rows", "int8"],
+    ids=["Qwen", "DeepSeek", "DeepSeek-V3.1", "rows", "int8"],
 )
 def test_rows_of_eight_bits_are_multiplied_as_such(
     use: Use, small: str, large: str, tokens: int, tmp_path: Path
@@ -175,9 +176,10 @@ def test_packed_integers_run_where_float8_does_not() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 64, 8192])
 @pytest.mark.parametrize("sizes", [QWEN, DEEPSEEK])
-def test_what_is_rounded_has_room_of_its_own(tokens: int, sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("rounding", ["fp8_group", "fp8_group_e8m0"])
+def test_what_is_rounded_has_room_of_its_own(rounding: str, tokens: int, sizes: tuple[int, int, int, int]) -> None:
     """Parts of the workspace that launches write don't overlap, and end within it."""
-    use = layer("fp8", sizes, rounding="fp8_group")
+    use = layer("fp8", sizes, rounding=rounding)
     record = resolve(use, {"T": tokens}).record
     assert not isinstance(record.runs, str)
     assert not isinstance(record.workspace, str)

@@ -244,6 +244,11 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
         {"x": f32(1, "T", 600), "kind": "silu", "activation": "fp8_group"},
         (t("float8_e4m3fn", 1, "T", 300), f32(1, "T", 3)),
     ),
+    (
+        "rounded_gated_activation",
+        {"x": f32(1, "T", 600), "kind": "silu", "activation": "fp8_group_e8m0"},
+        (t("float8_e4m3fn", 1, "T", 300), f32(1, "T", 3)),
+    ),
     ("fused", FUSED, (f32(1, "T", 8),)),
     ("attention", PACKED, (Q,)),
     ("attention", {**PACKED, "v": t("bfloat16", 1, "T", 2, 24), "window": 7}, (t("bfloat16", 1, "T", 8, 24),)),

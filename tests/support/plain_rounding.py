@@ -34,6 +34,28 @@ def float8_groups(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([float8_tokens(group) for group in x.split(128, -1)], -1)
 
 
+def float8_groups_e8m0(x: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V3.1's `act_quant` with `round_scale`: the next power of two. Here by logarithms, in float64."""
+
+    def rounded(group: torch.Tensor) -> torch.Tensor:
+        most = group.abs().amax(-1, keepdim=True).double()
+        return float8(group, torch.exp2((most / FLOAT8_MAX).log2().ceil()).float())
+
+    return torch.cat([rounded(group) for group in x.split(128, -1)], -1)
+
+
+_ABOVE, _BELOW = 448 + 2.0**-15, 448 - 2.0**-15
+"""The float32 numbers next to 448."""
+POWERS_OF_TWO = [
+    (448.0, 1.0), (_ABOVE, 2.0), (_BELOW, 1.0), (224.0, 0.5), (1.0, 2.0**-8), (6.0, 2.0**-6),
+    (448 * 2.0**100, 2.0**100), (448 * 2.0**-100, 2.0**-100), (_ABOVE * 2.0**-100, 2.0**-99),
+    ((2 - 2.0**-23) * 2.0**127, 2.0**120),
+    (448 * 2.0**-126, 2.0**-126), (_ABOVE * 2.0**-126, 2.0**-125), (_BELOW * 2.0**-126, 2.0**-126),
+    (2.0**-140, 2.0**-126), (0.0, 0.0), (math.inf, math.inf), (math.nan, math.nan),
+]  # fmt: skip
+"""The largest magnitude of a group, a float32 number, and the scale that is a power of two."""
+
+
 def int8_tokens(x: torch.Tensor) -> torch.Tensor:
     """vLLM's `dynamic_scaled_int8_quant` (`csrc/quantization/w8a8/int8/scaled_quant.cu`): amax / 127 of each token, to
     the nearest integer, ties to even."""

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from precast.builder.graph.rounding import Rounding
 from precast.builder.source.quantised_options import Quantised, refuse
-from precast.builder.weights.rounding import EXPONENTS, of_fbgemm, of_fp8, of_modelopt
+from precast.builder.weights.rounding import EXPONENTS, FOUR_BIT_WEIGHT, of_fbgemm, of_fp8, of_modelopt
 from precast.builder.weights.schemes.chosen import all_but
 from precast.builder.weights.schemes.modelopt import listed_experts
 from precast.builder.weights.schemes.scheme import KV_SCALES, Scheme, Weight
@@ -42,6 +42,8 @@ def fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     def rounding(weight: Weight) -> Rounding:
         if is_nvfp4(weight):
             return of_modelopt("NVFP4", weight.stem)
+        if is_fp4 and weight.module.endswith(".experts"):
+            return FOUR_BIT_WEIGHT
         return of_fp8(options.entries, weight.stem)
 
     scales = (*KV_SCALES, "kv_scale")

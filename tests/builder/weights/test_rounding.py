@@ -11,7 +11,8 @@ from precast.builder.graph.rounding import NONE, Rounding, rounding_of
 from precast.builder.weights.rounding import of_compressed_tensors, of_fbgemm, of_fp8, of_modelopt, of_quark
 from precast.ir.graph.schema import Concat, Each, Read
 
-GROUPS, TOKENS = Rounding("fp8_group"), Rounding("fp8_token")
+GROUPS, POWERS, TOKENS = Rounding("fp8_group"), Rounding("fp8_group_e8m0"), Rounding("fp8_token")
+IN_GROUPS_OF_32 = "groups of 32 inputs have an exponent each: known are groups of 128"
 UP, DOWN = Read("up", (4, 8)), Read("down", (4, 8))
 
 
@@ -24,11 +25,14 @@ def static(name: str, shape: tuple[int, ...] = ()) -> Rounding:
     [
         ({"weight_block_size": [128, 128]}, GROUPS),
         ({"weight_block_size": [64, 128], "activation_scheme": "dynamic", "scale_fmt": "float"}, GROUPS),
+        ({"weight_block_size": [128, 128], "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}, POWERS),
+        ({"weight_block_size": [64, 128], "scale_fmt": "ue8m0"}, POWERS),
         ({"weight_block_size": None}, TOKENS),
         ({}, TOKENS),
         ({"activation_scheme": "static"}, static("l.q.input_scale")),
         ({"weight_block_size": None, "activation_scheme": "static"}, static("l.q.activation_scale")),
         ({"weight_block_size": [128, 128], "activation_scheme": "static"}, static("l.q.activation_scale")),
+        ({"activation_scheme": "static", "scale_fmt": "ue8m0"}, static("l.q.input_scale")),
     ],
 )
 def test_fp8(entries: dict[str, Any], expected: Rounding) -> None:
@@ -41,7 +45,8 @@ def test_fp8(entries: dict[str, Any], expected: Rounding) -> None:
         ({"weight_block_size": [128, 64]}, "groups of 64 inputs have a scale each: known are groups of 128"),
         ({"activation_scheme": "sometimes"}, "activation_scheme is sometimes, which is not known"),
         ({"activation_scheme": None}, "activation_scheme is None, which is not known"),
-        ({"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, "scale_fmt is ue8m0: .*powers of two"),
+        ({"weight_block_size": [32, 32], "scale_fmt": "ue8m0"}, "groups of 32 inputs have a scale each: known are"),
+        ({"weight_block_size": None, "scale_fmt": "ue8m0"}, "scale_fmt is ue8m0: scales of tokens .* powers of two"),
     ],
 )
 def test_fp8_that_is_not_followed(entries: dict[str, Any], reason: str) -> None:
@@ -107,7 +112,7 @@ def test_compressed_tensors_that_are_not_followed(inputs: object, reason: str) -
 
 def test_modelopt_has_scales_of_inputs_in_8_bits() -> None:
     assert of_modelopt("FP8", "l.q") == static("l.q.input_scale")
-    assert of_modelopt("MXFP8", "l.q") == Rounding(reason="scales of inputs that are powers of two are not made")
+    assert of_modelopt("MXFP8", "l.q") == Rounding(reason=IN_GROUPS_OF_32)
     assert of_modelopt("NVFP4", "l.q") == Rounding(reason="inputs of 4 bits are not made")
     assert of_modelopt("W4A16_NVFP4", "l.q") == NONE
 
@@ -130,7 +135,7 @@ def test_quark(inputs: object, expected: Rounding) -> None:
     ("inputs", "reason"),
     [
         (None, ""),
-        ({"dtype": "fp8_e4m3", "scale_format": "e8m0"}, "scales of inputs that are powers of two are not made"),
+        ({"dtype": "fp8_e4m3", "scale_format": "e8m0"}, IN_GROUPS_OF_32),
         ({"dtype": "fp4", "scale_format": "e8m0"}, "inputs of 4 bits are not made"),
         ({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": True},
          "input_tensors of dtype = 'fp8_e4m3', qscheme = 'per_tensor', is_dynamic = True: such a rounding is not"),

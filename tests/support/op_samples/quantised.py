@@ -100,7 +100,8 @@ def quantised_linear(draw: Draw) -> Iterator[Sample]:
     yield call(draw.normal(2, 1, 16), fp8(draw, 5, 16, (5, 16)), bias=draw.normal(5))
     yield call(draw.normal(1, 0, 16), packed(draw, 5, 16, 8))
     yield call(draw.normal(0, 64), mxfp4(draw, 8, 64), bias=draw.normal(8))
-    yield call(torch.zeros_like(draw.normal(1, 1, 264)), fp8(draw, 4, 264), activation="fp8_group")
+    for activation in ("fp8_group", "fp8_group_e8m0"):
+        yield call(torch.zeros_like(draw.normal(1, 1, 264)), fp8(draw, 4, 264), activation=activation)
 
 
 def _weights(draw: Draw) -> Iterator[Sample]:

@@ -68,7 +68,7 @@ def rounded_experts(draw: Draw) -> Iterator[Sample]:
     blocks, rows = partial(fp8, block=(128, 128)), partial(fp8, block=(1, 512))
     others = [partial(fp8, block=each) for each in ((32, 64), (8, 32), (512, 512))]
     for make in (blocks, rows, *others):
-        for rounding in ("fp8_group", "fp8_token"):
+        for rounding in ("fp8_group", "fp8_group_e8m0", "fp8_token"):
             yield experts(draw, make, 9, 2, 3, 288, 160) | {"rounding": rounding}
     int8_rows = partial(int8, block=(1, 512))
     for make in (int8_rows, partial(int8, block=(8, 32), zeros=True), partial(packed, size=32)):

@@ -83,6 +83,22 @@ def test_inputs_of_experts_that_modelopt_lists_are_not_those_of_fp8() -> None:
     assert {each for tensor, each in found.items() if tensor not in listed} == {Rounding("fp8_group")}
 
 
+def test_inputs_of_deepseek_v4_have_scales_that_are_powers_of_two() -> None:
+    """But for the experts of FP4, which are multiplied with numbers of 16 bits."""
+    config = shrink(AutoConfig.for_model("deepseek_v4", moe_intermediate_size=64, o_lora_rank=32))
+    config.moe_intermediate_size = 32
+    entries = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    meta = make_module(config, "float32")
+    checkpoint = ModelCheckpoint(meta, entries)
+    checkpoint.recipes(meta.state_dict())
+
+    found = checkpoint.roundings()
+
+    experts = {tensor: each for tensor, each in found.items() if ".ffn.experts." in tensor}
+    assert set(experts.values()) == {Rounding(reason="weights of 4 bits are multiplied with numbers of 16")}
+    assert {each for tensor, each in found.items() if tensor not in experts} == {Rounding("fp8_group_e8m0")}
+
+
 @pytest.mark.parametrize("size", [48, 80])
 def test_experts_of_four_bits_have_whole_groups(size: int) -> None:
     config = shrink(AutoConfig.for_model("deepseek_v4"))
