@@ -477,7 +477,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
             "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
             "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
         ),
-        "sparsity_config": _NO_SPARSITY, "transform_config": _only_weights,
+        "sparsity_config": _NO_SPARSITY, "moe_sparsity_config": _one_of(None), "transform_config": _only_weights,
     },
     "modelopt": {
         "quant_algo": _one_of(*_MODELOPT, "MIXED_PRECISION", None), "ignore": _names, "exclude_modules": _names,
@@ -497,7 +497,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "bits": _one_of(4, 8), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),
         "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _only_skips,
         "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
-        "desc_act": _one_of(True, False, None),
+        "desc_act": _one_of(True, False, None), "method": _one_of("gptq"),
     },
     "mlx": {"bits": _one_of(4, 8), "group_size": _one_of(32, 64, 128), "mode": _one_of("affine")},
 }  # fmt: skip

@@ -27,6 +27,7 @@ from precast.ir.graph.schema import Cast
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int8"}, "pack_dtype = 'int8'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 8}}}, "dynamic = "),
+        ({"quant_method": "gptq", "bits": 4, "method": "gptq_pro"}, "method = 'gptq_pro'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
         ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),
@@ -94,6 +95,7 @@ from precast.ir.graph.schema import Cast
             r"by modelopt, with names of layers that are none of this model \(language_model.model.blocks.0.mlp\*\)",
         ),
         ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = "),
+        ({**compressed("channel"), "moe_sparsity_config": {"layers": {}}}, "moe_sparsity_config = "),
         ({**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": []}}}}, "transform_config = "),
         ({**compressed("channel"), "transform_config": {"config_groups": {"u": {"apply": 5}}}}, "transform_config = "),
         (
