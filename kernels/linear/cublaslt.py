@@ -101,14 +101,16 @@ class Product:
 
     def __init__(
         self, *, dtype: str, outputs: int, inputs: int, bias: bool, workspace_bytes: int, algorithms: str = "0",
-        factors: str | None = None,
+        factors: str | None = None, out_stride: int | None = None,
     ) -> None:  # fmt: skip
-        """`factors`: the element type of input and weight; None: `dtype`, that of bias and result."""
+        """`factors`: the element type of input and weight; None: `dtype`, that of bias and result. `out_stride`:
+        elements from a row of the result to the next; None: `outputs`, without gaps."""
         self._library, self._handle = _library(), _handle_here()
         self._dtypes = factors or dtype, dtype
         self._type, self._element_bytes = _TYPES[factors or dtype]
         self._out_type, self._out_bytes = _TYPES[dtype]
         self._outputs, self._inputs, self._has_bias = outputs, inputs, bias
+        self._out_stride = out_stride or outputs
         self._workspace_bytes = workspace_bytes
         measured_with, *pairs = algorithms.split()
         of_classes = {int(rows): data for rows, _, data in (pair.partition(":") for pair in pairs)}
@@ -243,7 +245,7 @@ class Product:
         """The plan of a size without an algorithm. The library has columns where input and result have rows."""
         shape = (size.rows, self._inputs) if size.by_columns else (self._inputs, size.rows)
         input = self._matrix(self._type, *shape, max(size.stride, shape[0]) if size.rows == 1 else size.stride)
-        out = self._matrix(self._out_type, self._outputs, size.rows, self._outputs)
+        out = self._matrix(self._out_type, self._outputs, size.rows, self._out_stride)
         return _Plan(self._products[size.by_columns], input, out, _Algorithm())
 
     def _matrix(self, type: int, rows: int, columns: int, stride: int) -> c_void_p:

@@ -9,7 +9,8 @@ from functools import partial
 from msgspec.structs import replace
 
 from precast.ir.graph.schema import Dtype, Expr
-from precast.ir.graph.symbols import ceildiv, mul
+from precast.ir.graph.symbols import add, ceildiv, mul
+from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.blocks import num_warps, power_of_two
 from precast.kernels.linear import cublaslt
 from precast.kernels.linear.stream_plan import MAX_ROWS, STEP, WAYS, Way, plan_of
@@ -119,10 +120,14 @@ def product(use: Use) -> tuple[Launch, ...]:
     return (product_into(use, Pointer("out.0"), Pointer("workspace")),)
 
 
-def product_into(use: Use, out: Pointer, workspace: Pointer, part: tuple[Expr, Expr] | None = None) -> Launch:
+def product_into(
+    use: Use, out: Pointer, workspace: Pointer, part: tuple[Expr, Expr] | None = None,
+    columns: tuple[int, int] | None = None,
+) -> Launch:  # fmt: skip
     """The product of a linear layer, or of an op with its tensors, with `workspace_bytes` beside it.
 
-    `part`: the first row, and how many, of an input without gaps; None: of all.
+    `part`: the first row, and how many, of an input without gaps; None: of all. `columns`: where the weight's outputs
+    are some columns of a result, the first of them, and how many the result has.
     """
     outputs, inputs = use.number("weight", 0), use.number("weight", 1)
     assert outputs is not None
@@ -132,18 +137,22 @@ def product_into(use: Use, out: Pointer, workspace: Pointer, part: tuple[Expr, E
     first, rows = part or (0, mul(*use.shape("input")[:-1]))
     axis = _axis_of_rows(use)
     measured = table.algorithms(use.dtype, outputs, inputs, bias=has_bias)
+    column, out_stride = columns or (0, outputs)
+    each = element_bytes(use.dtype)
     return Launch(
         "precast.kernels.linear.cublaslt:Product",
         grid=(rows,),
         args=(
-            out, Pointer("input", offset=mul(use.width("input"), inputs, first)), Pointer("weight"),
-            Pointer("bias") if has_bias else None, workspace, rows,
+            out._replace(offset=add(out.offset, each * column)),
+            Pointer("input", offset=mul(use.width("input"), inputs, first)), Pointer("weight"),
+            Pointer("bias", offset=each * column) if has_bias else None, workspace, rows,
             Stride("input", axis) if use.shape("input")[:-1] else inputs, Stride("input", -1),
         ),
         constants={
             "dtype": use.dtype, "outputs": outputs, "inputs": inputs, "bias": has_bias,
             "workspace_bytes": workspace_bytes(outputs),
             "algorithms": cublaslt.text_of(table.machine.cublaslt, measured),
+            **({} if out_stride == outputs else {"out_stride": out_stride}),
         },
         library=True,
     )  # fmt: skip

@@ -44,6 +44,9 @@ Hopper's; of many there, and on other GPUs, some of which have 99 KiB."""
 _SUM_BLOCK = 1024
 _VALUES_AT_ONCE, _WORDS_AT_ONCE = (32, 128), (32, 32)
 """Outputs and inputs, or outputs and words of these, of which a program makes values."""
+_WHOLE_BYTES, _WHOLE_OUTPUTS = 64 << 20, 4096
+"""Bytes of a weight's values, and outputs, above both of which it is made and multiplied in parts. Prompts of 300 to
+8,192 tokens took no longer in parts of 4,096 outputs, and up to a quarter longer in smaller ones (H100)."""
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
 ROWS = (16, 32, 96, 256)
@@ -377,12 +380,26 @@ def _product(use: Use, most: int | None) -> Launch:
 
 
 def dequantised(use: Use) -> tuple[Launch, ...]:
-    """The weight's values in the input's dtype, and cuBLASLt's product with them."""
+    """The weight's values in the input's dtype, and cuBLASLt's product with them: a part of the outputs at a time."""
+    sizes, at_once = _sizes(use), _outputs_at_once(use)
+    parts = range(0, sizes.outputs, at_once)
+    return tuple(each for first in parts for each in _part(use, first, min(first + at_once, sizes.outputs)))
+
+
+def _outputs_at_once(use: Use) -> int:
+    """Outputs whose values are made before they are multiplied."""
+    sizes = _sizes(use)
+    is_large = use.width("input") * sizes.outputs * sizes.inputs > _WHOLE_BYTES
+    return min(sizes.outputs, _WHOLE_OUTPUTS) if is_large else sizes.outputs
+
+
+def _part(use: Use, first: int, end: int) -> tuple[Launch, Launch]:
+    """Of the outputs from one on to another."""
     sizes, format = _sizes(use), str(use.constant("format"))
     each = _VALUES.get(format, 1)
     of = _parts_of(use, each)
     dtype = use.operands["input"].type.dtype
-    values = Pointer("workspace", dtype, linear.workspace_bytes(sizes.outputs))
+    values = Pointer("workspace", dtype, linear.workspace_bytes(_outputs_at_once(use)))
     has_pdl = use.target.capability >= (9, 0)
     if by_words := each > 1 and not use.has("groups"):
         n, k = _WORDS_AT_ONCE
@@ -392,19 +409,19 @@ def dequantised(use: Use) -> tuple[Launch, ...]:
         pointers, inputs = of.pointers, sizes.inputs
     made = Launch(
         f"{_KERNELS}_whole:{'words' if by_words else 'values'}_kernel",
-        grid=(-(-sizes.outputs // n), -(-inputs // k)),
-        args=(values, *pointers, sizes.outputs, inputs, sizes.num_groups, *of.strides),
+        grid=(-(-(end - first) // n), -(-inputs // k)),
+        args=(values, *pointers, first, end, inputs, sizes.num_groups, *of.strides),
         constants={**of.constants, "BLOCK_N": n, "BLOCK_K": k, "PDL": has_pdl},
         pdl=has_pdl,
     )
-    weight = Operand(TensorType(dtype, (sizes.outputs, sizes.inputs)), is_contiguous=True)
+    operands = {**use.operands, "weight": Operand(TensorType(dtype, (end - first, sizes.inputs)), is_contiguous=True)}
     product = linear.product_into(
-        use._replace(operands={**use.operands, "weight": weight}), Pointer("out.0"), Pointer("workspace")
+        use._replace(operands=operands), Pointer("out.0"), Pointer("workspace"), columns=(first, sizes.outputs)
     )
     return made, product._replace(args=tuple(values if arg == Pointer("weight") else arg for arg in product.args))
 
 
 def dequantised_workspace(use: Use) -> Expr:
     """What cuBLASLt takes, and the values."""
-    sizes = _sizes(use)
-    return linear.workspace_bytes(sizes.outputs) + use.width("input") * sizes.outputs * sizes.inputs
+    at_once = _outputs_at_once(use)
+    return linear.workspace_bytes(at_once) + use.width("input") * at_once * _sizes(use).inputs

@@ -42,6 +42,7 @@ def words_kernel(  # type: ignore[no-untyped-def]
     scales_ptr,
     zeros_ptr,
     global_ptr,
+    first,
     outputs,
     num_words,
     num_groups,
@@ -61,11 +62,10 @@ def words_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs and BLOCK_K words of VALUES inputs, four or eight, each of one group, to [outputs, inputs].
-
-    The arguments are those of `product_kernel`.
+    """BLOCK_N outputs from `first` on and BLOCK_K words of VALUES inputs, four or eight, each of one group, to
+    [outputs - first, inputs]. The other arguments are those of `product_kernel`.
     """
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    n = (first + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     i = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     has = (n < outputs) & (i < num_words)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
@@ -95,7 +95,7 @@ def words_kernel(  # type: ignore[no-untyped-def]
     made = tl.reshape(made, (BLOCK_N, BLOCK_K * VALUES))
     k = (tl.program_id(1) * (BLOCK_K * VALUES) + tl.arange(0, BLOCK_K * VALUES))[None, :]
     inputs = num_words * VALUES
-    tl.store(values_ptr + n.to(tl.int64) * inputs + k, made, mask=(n < outputs) & (k < inputs))
+    tl.store(values_ptr + (n - first).to(tl.int64) * inputs + k, made, mask=(n < outputs) & (k < inputs))
 
 
 @triton.jit
@@ -106,6 +106,7 @@ def values_kernel(  # type: ignore[no-untyped-def]
     zeros_ptr,
     groups_ptr,
     global_ptr,
+    first,
     outputs,
     inputs,
     num_groups,
@@ -125,11 +126,10 @@ def values_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N outputs and BLOCK_K inputs of the weight's values, [outputs, inputs], rounded to their dtype.
-
-    The arguments are those of `product_kernel`; FORMAT is not of FP4, whose words have a group each.
+    """BLOCK_N outputs from `first` on and BLOCK_K inputs of the weight's values, [outputs - first, inputs], rounded to
+    their dtype. The other arguments are those of `product_kernel`; FORMAT is not of FP4, whose words have a group each.
     """
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    n = (first + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     has = (n < outputs) & (k < inputs)
     wait_for_previous(PDL)
@@ -152,5 +152,5 @@ def values_kernel(  # type: ignore[no-untyped-def]
     scale_ptrs = scales_ptr + (n // ROWS).to(tl.int64) * scale_stride_n + g * scale_stride_g
     scale = scale_of(tl.load(scale_ptrs, mask=has, other=0.0), FORMAT)
     scale = _scaled_by_all(scale, global_ptr, n, outputs, GLOBAL)
-    place = n.to(tl.int64) * inputs + k
+    place = (n - first).to(tl.int64) * inputs + k
     tl.store(values_ptr + place, (value * scale).to(values_ptr.dtype.element_ty), mask=(n < outputs) & (k < inputs))

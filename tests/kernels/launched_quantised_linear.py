@@ -21,7 +21,7 @@ from precast.ir.ops.rows_tokens import QUANTISED_INPUTS
 from precast.kernels.choices import fitting
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.launch import Launched, as_function, use_of_tensors
-from precast.kernels.quantised_linear import float8
+from precast.kernels.quantised_linear import float8, launches
 from precast.kernels.quantised_linear.launches import dequantised
 from precast.kernels.quantised_linear.quantised_linear import QUANTISED_LINEAR, quantise_input, quantised_linear
 from precast.kernels.records import Pointer, Record
@@ -133,25 +133,39 @@ def test_sums_in_parts(make: Callable[..., Sample], same: Callable[..., None]) -
     check(sample, 3, same)
 
 
+@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts"])
 @each_format
 @each_dtype
-def test_values_are_the_definitions(format: str, dtype: torch.dtype) -> None:
-    """Those that cuBLASLt multiplies with, of many rows."""
+def test_values_are_the_definitions(
+    format: str, dtype: torch.dtype, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that cuBLASLt multiplies with, of many rows: of all outputs, or of 16 at a time, for as many columns."""
+    if in_parts:
+        monkeypatch.setattr(launches, "_WHOLE_BYTES", 0)
+        monkeypatch.setattr(launches, "_WHOLE_OUTPUTS", 16)
     draw = Draw(dtype, DEVICE)
     inputs, weight = FORMATS[format](draw)
-    sample = quantised.call(draw.normal(1, 300, inputs), weight)
-    use = use_of_tensors("precast.quantised_linear", 1, sample)
-    launch, product = dequantised(use)
-    assert product.library
-    values = torch.full((int(product.constants["outputs"]), inputs), torch.nan, dtype=dtype, device=DEVICE)
-
-    args = tuple(Pointer("out.0") if arg == launch.args[0] else arg for arg in launch.args)
-    Launched([launch._replace(args=args)])(**{name: x for name, x in sample.items() if x is not None}, out=values)
-
+    outputs = weight["weight"].shape[1 if format.startswith("gptq") else 0]
+    sample = quantised.call(draw.normal(1, 300, inputs), weight, bias=draw.normal(outputs))
     expected = dequantise(Quantised(**{name: sample.get(name, of) for name, of in Quantised._field_defaults.items()},
                                     weight=sample["weight"], scales=sample["scales"]))  # fmt: skip
-    expected = expected.t() if format.startswith("gptq") else expected
-    torch.testing.assert_close(values, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+    expected = (expected.t() if format.startswith("gptq") else expected).to(dtype)
+    made = dequantised(use_of_tensors("precast.quantised_linear", 1, sample))
+    firsts = range(0, outputs, 16 if in_parts else outputs)
+    assert len(made) == 2 * len(firsts)
+
+    for first, launch, product in zip(firsts, made[::2], made[1::2], strict=True):
+        count = int(product.constants["outputs"])
+        values = torch.full((count, inputs), torch.nan, dtype=dtype, device=DEVICE)
+        args = tuple(Pointer("out.0") if arg == launch.args[0] else arg for arg in launch.args)
+        Launched([launch._replace(args=args)])(**{name: x for name, x in sample.items() if x is not None}, out=values)
+
+        rows = expected[first : first + 16] if in_parts else expected
+        torch.testing.assert_close(values, rows, rtol=2 * torch.finfo(dtype).eps, atol=0)
+        assert product.library
+        assert product.args[0] == Pointer("out.0", offset=2 * first)
+        assert product.args[3] == Pointer("bias", offset=2 * first)
+        assert product.constants.get("out_stride", count) == outputs
 
 
 @pytest.mark.parametrize("rows", [3, 4, 18])

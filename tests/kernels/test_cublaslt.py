@@ -22,6 +22,7 @@ from precast.kernels.linear import cublaslt
 from precast.kernels.linear.cublaslt import Product, ScaledProduct, class_of, text_of
 from precast.kernels.linear.records import RECORDS, product, workspace_bytes
 from precast.kernels.measured import Machine, MeasuredProduct, Table
+from precast.kernels.quantised_linear import launches
 from precast.kernels.quantised_linear.quantised_linear import few_bits, quantised_linear
 from precast.kernels.quantised_linear.records import RECORDS as QUANTISED
 from precast.kernels.quantised_linear.rounded_linear import rounded_linear
@@ -127,6 +128,17 @@ def test_products_by_hand(library: Callable[..., Any], lies: str, bias: bool) ->
         expected = functional.linear(x.float(), weight.float(), None if added is None else added.float())
 
         torch.testing.assert_close(multiplied(made, x, weight, added), expected.half())
+
+
+def test_products_are_columns_of_a_wider_result(library: Callable[..., Any]) -> None:
+    library()
+    made = Product(dtype="float16", outputs=6, inputs=5, bias=False, workspace_bytes=4096, out_stride=11)
+    x, weight, y = drawn(9, 5), drawn(6, 5), torch.full((9, 11), torch.nan, dtype=torch.float16)
+    made(y[:, 3:].data_ptr(), x.data_ptr(), weight.data_ptr(), None, 0, 9, 5, 1, stream=0)
+
+    torch.testing.assert_close(y[:, 3:9], functional.linear(x.float(), weight.float()).half())
+    assert y[:, :3].isnan().all()
+    assert y[:, 9:].isnan().all()
 
 
 def test_a_bias_is_the_one_that_is_given(library: Callable[..., Any]) -> None:
@@ -481,6 +493,29 @@ def float8_layer(name: str, outputs: int, inputs: int, rows: int, *, dtype: torc
 def float8_record(name: str, op: str = "quantised_linear") -> Any:
     wanted = f"cublaslt.{op}_of_float8_{FLOAT8[name][0]}"
     return next(record for record in QUANTISED if record.name == wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("outputs", [512, 600])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_products_of_weights_that_are_made_in_parts(
+    has_bias: bool, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 outputs at a time, of 4 bits. Nothing is written after the result."""
+    monkeypatch.setattr(launches, "_WHOLE_BYTES", 0)
+    monkeypatch.setattr(launches, "_WHOLE_OUTPUTS", 256)
+    draw = Draw(torch.bfloat16, torch.device("cuda"))
+    bias = {"bias": draw.normal(outputs)} if has_bias else {}
+    weight = quantised.packed(draw, outputs, 512, size=128, zeros=True)
+    sample = quantised.call(draw.normal(1, 300, 512), weight, **bias)
+    record = next(each for each in QUANTISED if each.name == "cublaslt.quantised_linear_from_97")
+    memory = torch.full((301, outputs), torch.nan, dtype=torch.bfloat16, device="cuda")
+    as_function(record)(**sample, out=memory[:300][None])
+    expected = quantised_linear(**sample)[0].float()
+
+    torch.testing.assert_close(memory[:300].float(), expected, rtol=0.02, atol=0.01 * float(expected.std()))
+    assert memory[300].isnan().all()
 
 
 @pytest.fixture
