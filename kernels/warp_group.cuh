@@ -7,8 +7,10 @@
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
 // Registers go from warps that copy to those that multiply, of blocks of three warp groups.
-__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
+template <int left = 40>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(left)); }
+template <int all = 232>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(all)); }
 
 // What lies in registers is the tensor cores' from here on, and ours again where all but `left` batches are done.
 __device__ __forceinline__ void let_products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -224,7 +224,8 @@ def inputs_of(
                 "out.0": torch.empty_like(x),
             }
         )  # fmt: skip
-    room = tokens * shape.top_k * (4 * shape.width + 4 * shape.inner + 64) + (1 << 20)
+    rows = tokens * shape.top_k + 8 * shape.experts
+    room = rows * (6 * shape.width + 4 * shape.inner + 2048) + (1 << 20)
     workspace = torch.empty(room, dtype=torch.uint8, device="cuda")
     for each in made:
         each["workspace"] = workspace

@@ -15,7 +15,7 @@ from precast.ir.memory.liveness import Operand
 from precast.kernels.dequantise.dequantise import Quantised, dequantise
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.experts.launches import Tiles
-from precast.kernels.quantised_experts import launches, streamed
+from precast.kernels.quantised_experts import launches, streamed, tiles
 from precast.kernels.records import Launch
 from precast.kernels.use import Target, Use
 from support.expert_layers import SHAPES, Shape, bound_of
@@ -137,9 +137,16 @@ def streamed_launches(use: Use, tokens: int) -> dict[str, tuple[Launch, ...]]:
     return found
 
 
+def tiled_launches(use: Use, tokens: int) -> dict[str, tuple[Launch, ...]]:
+    """Tiles of warp groups, as steps of so many tokens have them, if they take the layer."""
+    if use.target.capability != (9, 0) or not tiles.is_taken(use):
+        return {}
+    return {"tiles": tiles.run(use, next(most for most in tiles.STEPS if most is None or tokens <= most))}
+
+
 def quick_launches(use: Use, tokens: int) -> dict[str, tuple[Launch, ...]]:
-    """What is compared without a search: the stream, and Triton's, as it is built in and otherwise."""
-    made = streamed_launches(use, tokens)
+    """What is compared without a search: the stream, tiles, and Triton's, as it is built in and otherwise."""
+    made = streamed_launches(use, tokens) | tiled_launches(use, tokens)
     if tokens > streamed.FEW.tokens:
         return made | {"grouped": grouped_launches(use, tokens)}
     made |= {"few": few_launches(use), "few_asking_ahead": few_launches(use, asks_ahead=True)}

@@ -12,7 +12,7 @@ from typing import Any
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.experts.records import STEPS
-from precast.kernels.quantised_experts import launches, streamed
+from precast.kernels.quantised_experts import launches, streamed, tiles
 from precast.kernels.quantised_experts.rounding import rounding_of
 from precast.kernels.quantised_experts.sizes import sizes_of
 from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
@@ -74,6 +74,7 @@ _RUNS = "precast.kernels.quantised_experts.one_by_one:quantised_experts"
 
 RECORDS = (
     *streamed.RECORDS,
+    *tiles.RECORDS,
     _few(_FEW),
     *(_grouped(least + 1, most) for least, most in itertools.pairwise((_FEW, *STEPS))),
     _grouped(STEPS[-1] + 1, None),

@@ -26,9 +26,8 @@
 //   IDS_ARE_NEW      as above
 //   OF_TOKENS        x has a row for each token; else for each pair
 //   BIAS             bias[experts, ROWS] is added
-//   ACTIVATION=f     f is silu, gelu, gelu_tanh, relu or relu2, of what y is; silu takes ALPHA times its argument
-//   GATED            w has ROWS = 2 * SIZE_N rows, gates before values, and y is f(gate) * (value + OFFSET); with LIMIT,
-//                    values are between -LIMIT and it, and gates not above it. Else ROWS is SIZE_N
+//   ACTIVATION=f     y is activated, as expert_activation.cuh says
+//   GATED            w has ROWS = 2 * SIZE_N rows, gates before values; else ROWS is SIZE_N
 //   WIDE             y is float32; else of the type of x, bfloat16
 //   COLUMNS=n        8 or 16
 //   MOST_PAIRS=n     there are no more pairs: a multiple of 16
@@ -53,6 +52,7 @@
 #include "half.cuh"
 #include "few_bits.cuh"
 #include "ring.cuh"
+#include "expert_activation.cuh"
 
 constexpr int TILE = 16;              // rows of w in a tile
 constexpr int EIGHTS = COLUMNS / 8;   // of rows of x in an item
@@ -108,31 +108,6 @@ typedef Element Result;
 __device__ __forceinline__ void load_two_matrices(u32 (&to)[2], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
-}
-
-// --- what stands between the products ---------------------------------------------------------------------------------
-
-__device__ __forceinline__ float silu(float a, float alpha) { return a / (1.0f + __expf(-alpha * a)); }
-__device__ __forceinline__ float gelu(float a, float) { return 0.5f * a * (1.0f + erff(a * 0.7071067811865476f)); }
-__device__ __forceinline__ float gelu_tanh(float a, float) {
-  return 0.5f * a * (1.0f + tanhf(0.7978845608028654f * (a + 0.044715f * a * a * a)));
-}
-__device__ __forceinline__ float relu(float a, float) { return a < 0.0f ? 0.0f : a; }    // which NaN passes
-__device__ __forceinline__ float relu2(float a, float) { return a < 0.0f ? 0.0f : a * a; }
-
-__device__ __forceinline__ float activated(float gate, float value) {
-#ifdef LIMIT
-  constexpr float limit = LIMIT;
-  gate = gate > limit ? limit : gate;
-  value = value > limit ? limit : value < -limit ? -limit : value;
-#endif
-#ifdef ACTIVATION
-  gate = ACTIVATION(gate, (float)ALPHA);
-#endif
-#ifdef GATED
-  gate *= value + (float)OFFSET;
-#endif
-  return gate;
 }
 
 // --- what a CTA does --------------------------------------------------------------------------------------------------

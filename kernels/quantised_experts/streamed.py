@@ -209,12 +209,12 @@ def _launch(use: Use, name: str, few: Few, to: Pointer, rows: Pointer, constants
     )  # fmt: skip
 
 
-def _between(use: Use) -> Constants:
+def between(use: Use) -> Constants:
     """Of what is done with the first product."""
     found = experts.between_of(use)
     made: Constants = {
         "ACTIVATION": found["ACTIVATION"], "ALPHA": found["ALPHA"], "GATED": found["IS_GATED"],
-        "OFFSET": found["OFFSET"],
+        "PLUS": found["OFFSET"],
     }  # fmt: skip
     return made | ({"LIMIT": found["LIMIT"]} if found["IS_GATED"] and found["LIMIT"] else {})
 
@@ -223,7 +223,7 @@ def run(use: Use, few: Few = FEW) -> tuple[Launch, ...]:
     """Both products, and the sum."""
     rows = _rows(use)
     # The first waits for the ids before it lets the second start, which so may read them at once, as the sum may.
-    first: Constants = {**_between(use), "OF_TOKENS": True, "IDS_ARE_NEW": True}
+    first: Constants = {**between(use), "OF_TOKENS": True, "IDS_ARE_NEW": True}
     return (
         _launch(use, "up", few, rows.h, Pointer("x"), first),
         _launch(use, "down", few, rows.rows, rows.h, {"WIDE": True}),

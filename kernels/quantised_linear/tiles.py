@@ -109,7 +109,7 @@ def plan_of(rows: int, outputs: int, inputs: int, bits: int, *, in_steps: bool =
     columns = min(rows, _MOST_IN_STEPS) if in_steps else rows
     windows = next(each for each in (16 // bits, 8 // bits, 1) if inputs // _WINDOW % each == 0)
     row = windows * _WINDOW * bits // 8
-    w_stage = _TILE * (row + 64 if row % 128 == 0 else row)
+    w_stage = _TILE * (row + 64 if row % 256 == 0 else row)
     x_stage = 32 * columns * (_PRODUCTS if columns <= 128 else _PRODUCTS // 2)
     room = _SHARED_BYTES - _HEAD_BYTES
     tiles = -(-outputs // _TILE) * (rows // columns)

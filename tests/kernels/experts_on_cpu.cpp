@@ -174,7 +174,7 @@ int main(int, char** given) {
       value = ACTIVATION(value, (float)ALPHA);
 #endif
 #ifdef GATED
-      value *= second + (float)OFFSET;
+      value *= second + (float)PLUS;
 #endif
 #ifdef WIDE
       const float number = found;

@@ -150,7 +150,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
 
 ANY, SOME_OF_NONE, ONE, NONE = range(4)
 """How ids are drawn: `experts_on_cpu.cpp` says."""
-GATED = "-DOF_TOKENS -DIDS_ARE_NEW -DGATED -DACTIVATION=silu -DALPHA=1.702 -DLIMIT=0.7 -DOFFSET=1.0"
+GATED = "-DOF_TOKENS -DIDS_ARE_NEW -DGATED -DACTIVATION=silu -DALPHA=1.702 -DLIMIT=0.7 -DPLUS=1.0"
 COMMON = "-DEXPERTS=4 -DTOP_K=2 -DBIAS"
 FEW, MORE = "-DCOLUMNS=8 -DMOST_PAIRS=128", "-DCOLUMNS=16 -DMOST_PAIRS=48"
 PACKED4 = f"{COMMON} -DPACKED4 -DZERO=8"
