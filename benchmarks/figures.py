@@ -360,8 +360,8 @@ _HELD = """
 ## What they hold
 
 Device memory of a model that is loaded for 8 sequences and 1,024 tokens a step, with 2 GiB of caches, without what a
-CUDA context takes by itself. What is held beside files and caches is room for a step; with four bits the largest weight
-as prompts multiply it is part of it.
+CUDA context takes by itself. What is held beside files and caches is room for a step; with four bits a weight as
+prompts multiply it is part of it, or 4,096 of its outputs.
 
 """
 _LOST = """

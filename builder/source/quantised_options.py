@@ -492,6 +492,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
     "awq": {
         "bits": _one_of(4), "w_bit": _one_of(4), "group_size": _group_size, "q_group_size": _group_size,
         "zero_point": _one_of(True), "version": _GEMM, "format": _GEMM, "modules_to_not_convert": _names,
+        "checkpoint_format": _GEMM, "method": _one_of("awq"), "pack_dtype": _one_of("int32"), "lm_head": _one_of(False),
     },
     "gptq": {
         "bits": _one_of(4, 8), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),

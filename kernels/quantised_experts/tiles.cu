@@ -63,6 +63,11 @@ constexpr int STEPS_OF_K = (W_BYTES + ROW_BYTES - 1) / ROW_BYTES; // stages of a
 constexpr int LAID_WINDOWS = STEPS_OF_K * WINDOWS;                // of a row of x: what is beyond SIZE_K is 0
 constexpr int EIGHT = 8 * WINDOW;                                 // elements of a window of eight rows
 
+// Registers of a thread as a block begins, of two on a multiprocessor; then of those that copy, and that multiply.
+constexpr int REGISTERS = 65536 / (2 * THREADS) / 8 * 8, COPYING_REGISTERS = 32, MULTIPLYING_REGISTERS = 104;
+static_assert((THREADS - MULTIPLYING) * COPYING_REGISTERS + MULTIPLYING * MULTIPLYING_REGISTERS <= THREADS * REGISTERS,
+              "a block that asks for more waits for ever");
+
 #ifdef WIDE
 typedef float Result;
 #else
@@ -410,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) product_experts(
   let_next_kernel_start();
   number_units(head, starts);
   if (warp >= W_WARP) {
-    give_registers<32>();
+    give_registers<COPYING_REGISTERS>();
     if (warp < X_WARP) {
       produce_weights(weights, scales, bias, head, w_ring);
     } else if (warp == X_WARP) {
@@ -418,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) product_experts(
       if (threadIdx.x % 32 == 0) produce_x(x, head, x_ring);
     }
   } else {
-    take_registers<104>();
+    take_registers<MULTIPLYING_REGISTERS>();
     wait_for_kernel_in_front();
     multiply(y, head, pairs, scales, whole, bias, w_ring, x_ring);
   }

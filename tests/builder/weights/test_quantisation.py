@@ -23,6 +23,8 @@ from precast.ir.graph.schema import Cast
         ({"bits": 4}, "quantised by a method that isn't named"),
         ({"quant_method": "awq", "bits": 3}, "bits = 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}, "checkpoint_format = 'gemv_fast'"),
+        ({"quant_method": "awq", "bits": 4, "lm_head": True}, "lm_head = True"),
         ({"quant_method": "gptq", "bits": 3}, "bits = 3"),
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int8"}, "pack_dtype = 'int8'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),

@@ -15,11 +15,18 @@ from transformers import AutoModelForCausalLM
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.weights.recipes import leaves
 
+BY_AUTOAWQ = {"zero_point": True, "version": "gemm"}
+BY_GPTQMODEL = {
+    "zero_point": True, "method": "awq", "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32",
+    "lm_head": False, "sym": False, "desc_act": False, "meta": {"quantizer": ["gptqmodel:7.7.0"]},
+}  # fmt: skip
 
+
+@pytest.mark.parametrize("said", [BY_AUTOAWQ, BY_GPTQMODEL], ids=["AutoAWQ", "GPTQModel"])
 @pytest.mark.parametrize("group_size", [32, -1])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
-def test_awq(model_type: str, group_size: int, tmp_path: Path) -> None:
-    entries = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
+def test_awq(model_type: str, group_size: int, said: dict[str, Any], tmp_path: Path) -> None:
+    entries = {"quant_method": "awq", "bits": 4, "group_size": group_size, **said}
 
     def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
         size = tensor.shape[-1] if group_size == -1 else group_size
