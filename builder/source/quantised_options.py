@@ -18,6 +18,9 @@ from precast.builder.source import quark_options
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Dtype
 
+OVERRIDES = ("-:", "+:")
+"""What patterns of GPTQModel's `dynamic` may begin with: of layers that are left out, and of others."""
+
 
 class Quantised(NamedTuple):
     """How a checkpoint is quantised: the method, and the entries of its config."""
@@ -187,7 +190,7 @@ def _patterns(method: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, st
         listed = ((name, pattern) for name, patterns in lists for pattern in patterns if pattern.startswith("re:"))
         yield from ((name, pattern.removeprefix("re:")) for name, pattern in listed)
     for pattern in entries.get("dynamic") or () if method == "gptq" else ():
-        yield "dynamic", pattern.removeprefix("-:")
+        yield "dynamic", pattern[2:] if pattern.startswith(OVERRIDES) else pattern
     for name in ("modules_to_not_convert", "ignored_layers"):
         yield from ((name, pattern) for pattern in entries.get(name) or ())
 
@@ -382,10 +385,18 @@ def _group_size(value: Any) -> bool:
     return type(value) is int and (value == -1 or value > 0)
 
 
-@_expects("layers that are left out (-:) and no others")
-def _only_skips(value: Any) -> bool:
-    """GPTQModel's overrides by module: `-:` leaves one as it is, anything else changes its format."""
-    return not value or (isinstance(value, Mapping) and all(str(name).startswith("-:") for name in value))
+@_expects("patterns of layers that are left out (-:), or have 4 or 8 bits, a group_size or desc_act of their own")
+def _by_layer(value: Any) -> bool:
+    """GPTQModel's overrides: the first pattern that a layer fits counts."""
+    if not value:
+        return True
+    own = {"bits": _one_of(4, 8), "group_size": _group_size, "desc_act": _one_of(True, False, None)}
+    return isinstance(value, Mapping) and all(
+        str(pattern).startswith("-:")
+        or (isinstance(said, Mapping)
+            and all(own[name](each) if name in own else name in _SAYS_NOTHING for name, each in said.items()))
+        for pattern, said in value.items()
+    )  # fmt: skip
 
 
 @_expects("a list of names, or of lists of names")
@@ -496,7 +507,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
     },
     "gptq": {
         "bits": _one_of(4, 8), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),
-        "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _only_skips,
+        "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _by_layer,
         "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
         "desc_act": _one_of(True, False, None), "method": _one_of("gptq"),
     },

@@ -7,7 +7,7 @@ import re
 import torch
 from transformers import PreTrainedModel
 
-from precast.builder.source.quantised_options import Quantised, refuse, refuse_groups
+from precast.builder.source.quantised_options import OVERRIDES, Quantised, refuse, refuse_groups
 from precast.builder.weights.schemes.chosen import all_but
 from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.graph.schema import Dequantise, Read, Recipe, Transpose
@@ -35,23 +35,33 @@ def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
     format = options.get("checkpoint_format", options.get("format", "gptq"))
     kept = options.get("modules_in_block_to_quantize", None) or ()
     suffixes = [name for names in kept for name in ([names] if isinstance(names, str) else names)]
-    skipped = [pattern.removeprefix("-:") for pattern in options.get("dynamic", None) or ()]
+    overrides = options.get("dynamic", None) or {}
     chosen = all_but(model, [] if options.get("lm_head", False) else None)
     in_order, group_size = options.get("desc_act", None) is False, options.get("group_size", 128)
-    bits = options.get("bits", 4)
+
+    def own(weight: Weight) -> Quantised | None:
+        # Of the first override that the layer fits; None where it is left out.
+        for pattern, said in overrides.items():
+            named = pattern[2:] if pattern.startswith(OVERRIDES) else pattern
+            if any(re.match(named, name) for name in (weight.module, weight.stem)):
+                return None if pattern.startswith("-:") else options._replace(entries={**options.entries, **said})
+        return options
 
     def holds(weight: Weight) -> bool:
         # Layers are quantised, and what stands beside them is not.
-        names = (weight.module, weight.stem)
         inside = re.search(r"\.\d+\.", weight.module) is not None or weight.module == "lm_head"
-        if not inside or not chosen(weight) or any(re.match(each, name) for each in skipped for name in names):
+        if not inside or not chosen(weight) or own(weight) is None:
             return False
         return not suffixes or any(weight.stem.endswith("." + suffix) for suffix in suffixes)
 
     def recipe(weight: Weight) -> Recipe:
-        size, columns, zeros, scales = _grouped("gptq", weight, options, 32 // bits)
+        said = own(weight)
+        assert said is not None, "it is quantised"
+        bits, is_alike = said.get("bits", 4), said.get("group_size", 128) == group_size
+        size, columns, zeros, scales = _grouped("gptq", weight, said, 32 // bits)
         values = Read(weight.stem + ".qweight", (size // (32 // bits), columns), "int32")
-        is_whole = in_order and size % max(1, group_size) == 0
+        # Of a layer with groups of its own `g_idx` is read: what is in order is known of all alike.
+        is_whole = in_order and said.get("desc_act", None) is False and is_alike and size % max(1, group_size) == 0
         groups = None if is_whole else Read(weight.stem + ".g_idx", (size,), "int32")
         offset = 1 if format == "gptq" else 0
         if bits == 8:  # of which there is no format with inputs first

@@ -52,6 +52,28 @@ def test_gptq(bits: int, order: bool, format: str, offset: int, tmp_path: Path) 
     check(config_of("llama", attention_bias=True), entries, quantise, tmp_path)
 
 
+@pytest.mark.parametrize("order", [False, True], ids=["in order", "by activation"])
+def test_gptq_whose_layers_differ(order: bool, tmp_path: Path) -> None:
+    """GPTQModel's overrides: of patterns that a layer fits, the first counts."""
+    entries = {
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": order, "sym": False,
+        "dynamic": {
+            "-:.*0\\.self_attn": {}, "+:.*v_proj": {"bits": 8, "mse": 2.4}, ".*down_proj": {"group_size": 16},
+            ".*up_proj": {"desc_act": True}, ".*self_attn": {"bits": 8, "group_size": 8},
+        },
+    }  # fmt: skip
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not linear(name) or "0.self_attn" in name:
+            return None
+        bits = 8 if "self_attn" in name else 4
+        size = 32 if "v_proj" in name else 16 if "down_proj" in name else 8 if "self_attn" in name else 32
+        own = order or "up_proj" in name
+        return quantised.gptq(name.removesuffix(".weight"), tensor, size, order=own, bits=bits)
+
+    check(config_of("llama"), entries, quantise, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("entries", "sizes"),
     [
