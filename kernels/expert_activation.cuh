@@ -1,7 +1,7 @@
 // What stands between the two products of an expert.
 //
 // Defines:
-//   ACTIVATION=f     f is silu, gelu, gelu_tanh, relu or relu2; silu takes ALPHA times its argument
+//   ACTIVATION=f     f is silu, gelu, gelu_tanh, relu or relu2; silu is a times the sigmoid of ALPHA a
 //   GATED            what is made is f(gate) * (value + PLUS); with LIMIT, values are between -LIMIT and it, and gates
 //                    not above it
 

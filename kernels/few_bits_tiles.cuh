@@ -19,6 +19,7 @@
 // Defines, besides FLOAT16 (elements are float16; else bfloat16):
 //   COLUMNS=n        rows of x that a tile has: 16, 32, 64, 128 or 256
 //   WINDOWS=n        windows of a row of w in a stage
+//   X_IN_EIGHTS      as above
 // of w, one of
 //   PACKED4          words of eight values of four bits; OFFSET is subtracted, and with POINTS a point
 //   FP4              bytes of two values, e2m1, the first in the lower half

@@ -136,9 +136,11 @@ def product_into(
     has_bias, table = use.has("bias"), use.target.table
     first, rows = part or (0, mul(*use.shape("input")[:-1]))
     axis = _axis_of_rows(use)
-    measured = table.algorithms(use.dtype, outputs, inputs, bias=has_bias)
     column, out_stride = columns or (0, outputs)
     each = element_bytes(use.dtype)
+    # They were measured into rows without gaps, which begin at multiples of so many bytes.
+    is_even = out_stride == outputs or each * out_stride % cublaslt.ALIGNED == 0
+    measured = table.algorithms(use.dtype, outputs, inputs, bias=has_bias) if is_even else {}
     return Launch(
         "precast.kernels.linear.cublaslt:Product",
         grid=(rows,),

@@ -1,6 +1,6 @@
 """What computes experts in few bits: Triton on GPUs; else each expert is dequantised when its tokens are multiplied.
 
-On Hopper steps of few tokens read weights by a stream of their own.
+On Hopper steps of few tokens read weights by a stream of their own, and others multiply tiles by warp groups.
 How Triton's kernels cut their work depends on how many tokens a step has.
 """
 

@@ -127,7 +127,7 @@ def _stored(use: Use, name: str, size_k: int) -> _Stored | None:
     return _Stored(group, 0, kind | ({"GROUP": group} if group else {}))
 
 
-def _whole(use: Use, name: str) -> Constants | None:
+def of_all(use: Use, name: str) -> Constants | None:
     """Of the global scales; None if the stream can't take them."""
     if not use.has(f"{name}_global_scale"):
         return {}
@@ -143,7 +143,7 @@ def _product(use: Use, name: str, few: Few) -> tuple[Way, Constants] | None:
     if sizes is None:
         return None
     size_k, size_n = (sizes.width, sizes.inner) if name == "up" else (sizes.inner, sizes.width)
-    stored, whole = _stored(use, name, size_k), _whole(use, name)
+    stored, whole = _stored(use, name, size_k), of_all(use, name)
     if stored is None or whole is None or size_n % 8:
         return None
     way = way_of(stored.group, stored.row_scales, size_k, few)

@@ -17,8 +17,10 @@
 // makes values of w, the other's are multiplied.
 //
 // Programmatic dependent launch: weights, scales and bias must not be written by a kernel in front. With STARTS_ARE_NEW
-// the kernel in front may have written where experts' rows start: the kernel waits for it, and then lets the next one
-// start. Without, they were there before it let this one start: its first weights are requested before it has ended.
+// a kernel in front may still write where experts' rows start: the kernel waits for it, and then lets the next one start.
+// Without, they were there before this one was let start: its first weights are requested before the one in front ends.
+//
+// Rows of x are read in 16 bytes, and begin at multiples of that.
 //
 // Defines, besides those of few_bits_tiles.cuh:
 //   SIZE_N=n, SIZE_K=n    columns of y, a multiple of 8, and of x and w; a row of w has a multiple of 16 bytes

@@ -10,9 +10,10 @@ from functools import partial
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
-from precast.ir.graph.symbols import add, floordiv, mul
+from precast.ir.graph.symbols import add, floordiv, largest, mul
 from precast.ir.weights.quantised import PACKED
 from precast.kernels.experts import launches as experts
+from precast.kernels.few_bits_tiles import E4M3, E8M0, ELEMENT, FLOAT16, FLOAT32, FORMATS, MIDDLE, MOST_TAKEN
 from precast.kernels.quantised_experts import launches, streamed
 from precast.kernels.quantised_experts.launches import Constants
 from precast.kernels.quantised_experts.rounding import rounding_of
@@ -35,14 +36,6 @@ _COLUMNS = ((16, 6.0), (32, 20.0), (64, None))
 _X_STAGES = {16: 6, 32: 5, 64: 3}
 """Stages of the rows at least that a block holds; the weight gets what is left."""
 _MOST_EXPERTS = 1024
-_FORMATS = {
-    "packed4": ("PACKED4", 4), "mxfp4": ("FP4", 4), "nvfp4": ("FP4", 4), "nvfp4_divided": ("FP4", 4),
-    "fp8": ("FLOAT8", 8), "int8": ("INT8", 8), "packed8": ("INT8", 8),
-}  # fmt: skip
-"""How the kernel calls a format, and bits of a value."""
-_ELEMENT, _FLOAT32, _E4M3, _E8M0, _FLOAT16 = range(5)
-_MOST_TAKEN, _MIDDLE = 112, 128
-"""What is subtracted from values of four bits at most, and from those of eight bits in words."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -78,40 +71,30 @@ def _laid_windows(plan: Plan, size_k: int) -> int:
 def _stored(use: Use, name: str, size_k: int) -> Constants | None:
     """Constants of how the weight `name` is stored; None if the kernel can't take it."""
     format = str(use.constant("format"))
-    if format not in _FORMATS or use.has(f"{name}_zeros"):
+    if format not in FORMATS or use.has(f"{name}_zeros"):
         return None
-    kind, bits = _FORMATS[format]
+    kind, bits = FORMATS[format]
     if size_k % 8 or size_k * bits // 8 % 16:
         return None
     rows, group = launches.shared_by(use, name, size_k)
     scales, offset = use.operands[f"{name}_scales"].type.dtype, int(use.constant("zero_offset") or 0)
     made: Constants = {kind: True, "SCALED_ROWS": rows}
     if kind == "FP4":
-        return made | {"SCALE": _E8M0 if format == "mxfp4" else _E4M3, "GROUP": group}
+        return made | {"SCALE": E8M0 if format == "mxfp4" else E4M3, "GROUP": group}
     if scales not in ("float32", "float16", use.dtype):
         return None
-    stored = _ELEMENT if scales == use.dtype else _FLOAT32 if scales == "float32" else _FLOAT16
+    stored = ELEMENT if scales == use.dtype else FLOAT32 if scales == "float32" else FLOAT16
     made["SCALE"] = stored
     if group < size_k:
-        in_steps = stored != _ELEMENT
+        in_steps = stored != ELEMENT
         if size_k % group or group % (_WINDOW if in_steps else 32 if bits == 4 else 16):
             return None
         made |= {"GROUP": group, "STEPS": in_steps}
     if format in PACKED:
-        if not 0 <= offset <= _MOST_TAKEN if bits == 4 else offset != _MIDDLE:
+        if not 0 <= offset <= MOST_TAKEN if bits == 4 else offset != MIDDLE:
             return None
         made["OFFSET"] = f"{offset}"
     return made
-
-
-def _whole(use: Use, name: str) -> Constants | None:
-    """Of the global scales; None if the kernel can't take them."""
-    if not use.has(f"{name}_global_scale"):
-        return {}
-    if use.operands[f"{name}_global_scale"].type.dtype != "float32":
-        return None
-    each = use.number(f"{name}_global_scale", 1) == 1
-    return {"WHOLE": 1 if each else 2, "DIVIDED": use.constant("format") == "nvfp4_divided"}
 
 
 def _products(use: Use) -> dict[str, Constants] | None:
@@ -121,7 +104,7 @@ def _products(use: Use) -> dict[str, Constants] | None:
         return None
     found = dict[str, Constants]()
     for name, size_k, size_n in (("up", sizes.width, sizes.inner), ("down", sizes.inner, sizes.width)):
-        stored, whole = _stored(use, name, size_k), _whole(use, name)
+        stored, whole = _stored(use, name, size_k), streamed.of_all(use, name)
         if stored is None or whole is None or size_n % 8:
             return None
         found[name] = stored | whole | {"SIZE_N": size_n, "SIZE_K": size_k}
@@ -130,7 +113,7 @@ def _products(use: Use) -> dict[str, Constants] | None:
 
 class _Space(NamedTuple):
     """In the workspace, after the order of pairs: rows that are laid, of tokens and activated ones; the rows of all
-    pairs; the end."""
+    pairs, which the second product writes where the first has read those of tokens; the end."""
 
     x: Pointer
     h: Pointer
@@ -152,18 +135,19 @@ def _places(use: Use, most: int | None) -> experts.Places:
 def _plan(use: Use, most: int | None) -> Plan:
     sizes = launches.known(use)
     average = None if most is None else most * sizes.top_k / sizes.num_experts
-    return plan_of(average, _FORMATS[str(use.constant("format"))][1], sizes.num_experts)
+    return plan_of(average, FORMATS[str(use.constant("format"))][1], sizes.num_experts)
 
 
 def _space(use: Use, most: int | None) -> _Space:
     sizes, plan, start = launches.known(use), _plan(use, most), _places(use, most).end
     dtype = use.operands["x"].type.dtype
     kept: Dtype = dtype if experts.are_many(most) else "float32"
-    h = add(start, mul(_EIGHT_BYTES * _laid_windows(plan, sizes.width), _eights(use)))
-    rows = add(h, mul(_EIGHT_BYTES * _laid_windows(plan, sizes.inner), _eights(use)))
-    end = add(rows, experts.aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs)))
+    laid = mul(_EIGHT_BYTES * _laid_windows(plan, sizes.width), _eights(use))
+    rows = experts.aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs))
+    h = add(start, largest((laid, rows)))
+    end = add(h, mul(_EIGHT_BYTES * _laid_windows(plan, sizes.inner), _eights(use)))
     return _Space(
-        Pointer("workspace", dtype, start), Pointer("workspace", dtype, h), Pointer("workspace", kept, rows), end
+        Pointer("workspace", dtype, start), Pointer("workspace", dtype, h), Pointer("workspace", kept, start), end
     )
 
 
@@ -238,8 +222,9 @@ def _record(least: int, most: int | None) -> Record:
         workspace=partial(_workspace, most=most), runs=partial(run, most=most),
         takes=(
             Condition(
-                "values of 4 or 8 bits without points in rows of a multiple of 16 bytes, in groups of 16 n (of float32:"
-                " 128 n) or none; 8 n outputs; rows that aren't rounded", is_taken,
+                "values of 4 or 8 bits without points in rows of a multiple of 16 bytes; groups of 32 n of packed4, of"
+                " 16 n of 8 bits, of 128 n where scales aren't of the rows' type, or none; 8 n outputs; at most"
+                f" {_MOST_EXPERTS} experts; rows that aren't rounded", is_taken,
             ),
             Condition("Triton, which orders and adds up pairs", lambda use: "triton" in use.target.kinds),
             Condition("weights, scales and biases that no op makes, and rows, in row-major order", streamed.is_static),

@@ -6,11 +6,10 @@
 //   product_tiles   tiles of 128 rows of w, and of COLUMNS of x
 //   sum_tiles       with SUMS_APART: what several blocks have parts of
 //
-// What a block does. Units of work, which are a stage of w of a
-// tile, are numbered tile after tile, and each block has as many as the others, one after the other. Of tiles that lie
-// in several blocks each writes its part; the block that is ready last, or sum_tiles, adds them up in the order of
-// blocks. Where tiles are divided depends on the layer and the grid alone. So a row of y has the same bits whatever the
-// other rows are, and however many up to COLUMNS.
+// What a block does. Units of work, which are a stage of w of a tile, are numbered tile after tile, and each block has as
+// many as the others, one after the other. Of tiles that lie in several blocks each writes its part; the block that is
+// ready last, or sum_tiles, adds them up in the order of blocks. Where tiles are divided depends on the layer and the grid
+// alone. So a row of y has the same bits whatever the other rows are, and however many up to COLUMNS.
 //
 // Programmatic dependent launch: as in stream.cu. Weights, scales, points and bias must not be written by a kernel in
 // front.
@@ -216,14 +215,14 @@ __device__ __forceinline__ void multiply_tiles(
   [[maybe_unused]] int divided_first = -1, divided_last = -1;    // tiles that others have parts of, too
   Multiplier multiplier(w_ring, x_ring);
   const auto load = [&](Scales& scales, int unit) {
-    ScaledRow rows[2];
+    ScaledRow scaled[2];
 #ifdef GROUP
     for (int half = 0; half < 2; half++) {
       const int n = min(units.row(unit / units.stages) + row_of(2 * half), w.outputs - 1), groups = w.inputs / GROUP;
-      rows[half] = {w.scales + (i64)(n / SCALED_ROWS) * groups, w.points + (i64)(n / PER_WORD) * groups};
+      scaled[half] = {w.scales + (i64)(n / SCALED_ROWS) * groups, w.points + (i64)(n / PER_WORD) * groups};
     }
 #endif
-    scales.load(rows, unit % units.stages * WINDOWS * WINDOW, 0x7fffffff);
+    scales.load(scaled, unit % units.stages * WINDOWS * WINDOW, 0x7fffffff);
   };
   Scales next;
   load(next, units.first);

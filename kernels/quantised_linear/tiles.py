@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import ceildiv, mul, numel
+from precast.kernels.few_bits_tiles import E4M3, E8M0, ELEMENT, FLOAT16, FLOAT32, FORMATS, MIDDLE, MOST_TAKEN
 from precast.kernels.quantised_linear import launches
 from precast.kernels.records import Condition, Launch, Pointer, Record
 from precast.kernels.use import Use
@@ -32,16 +33,6 @@ _X_STAGES = {16: 8, 32: 6, 64: 4, 128: 3, 256: 3}
 """Stages of the input at least that a block holds, by columns; the weight gets what is left, and they the rest."""
 _MOST_IN_STEPS = 128
 """Rows of which a thread has room for the sums of a window beside those of the tile."""
-_FORMATS = {
-    "packed4": ("PACKED4", 4), "mxfp4": ("FP4", 4), "nvfp4": ("FP4", 4), "nvfp4_divided": ("FP4", 4),
-    "fp8": ("FLOAT8", 8), "int8": ("INT8", 8), "packed8": ("INT8", 8),
-}  # fmt: skip
-"""How the kernel calls a format, and bits of a value."""
-_ELEMENT, _FLOAT32, _E4M3, _E8M0, _FLOAT16 = range(5)
-_MOST_TAKEN = 112
-"""What is subtracted from values of four bits besides a point: bfloat16 holds whole numbers from 128 to 256."""
-_MIDDLE = 128
-"""What is subtracted from values of eight bits in words; besides points it is 0 or 1, so that bfloat16 holds it."""
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
@@ -61,25 +52,25 @@ class _Lies(NamedTuple):
 def _lies(use: Use) -> _Lies | None:
     """None if the kernel can't take it."""
     format, sizes = str(use.constant("format")), launches.sizes_of(use)
-    if format not in _FORMATS or sizes is None or use.has("groups") or sizes.inputs % _WINDOW:
+    if format not in FORMATS or sizes is None or use.has("groups") or sizes.inputs % _WINDOW:
         return None
-    kind, bits = _FORMATS[format]
+    kind, bits = FORMATS[format]
     scales, offset = use.operands["scales"].type.dtype, use.constant("zero_offset") or 0
     if use.has("zeros") and format not in ("packed4", "packed8"):
         return None
     if use.has("global_scale") and use.operands["global_scale"].type.dtype != "float32":
         return None
-    if not isinstance(offset, int) or (bits == 4 and not 0 <= offset <= _MOST_TAKEN):
+    if not isinstance(offset, int) or (bits == 4 and not 0 <= offset <= MOST_TAKEN):
         return None
-    if format == "packed8" and offset not in ((0, 1) if use.has("zeros") else (_MIDDLE,)):
+    if format == "packed8" and offset not in ((0, 1) if use.has("zeros") else (MIDDLE,)):
         return None
     if kind == "FP4":
-        return _Lies(kind, bits, _E8M0 if format == "mxfp4" else _E4M3, sizes.group, 1, False, 0)
+        return _Lies(kind, bits, E8M0 if format == "mxfp4" else E4M3, sizes.group, 1, False, 0)
     if scales not in ("float32", "float16", use.dtype):
         return None
-    stored = _ELEMENT if scales == use.dtype else _FLOAT32 if scales == "float32" else _FLOAT16
+    stored = ELEMENT if scales == use.dtype else FLOAT32 if scales == "float32" else FLOAT16
     group = sizes.group if sizes.num_groups > 1 or use.has("zeros") else None
-    in_steps = group is not None and stored != _ELEMENT
+    in_steps = group is not None and stored != ELEMENT
     least = _WINDOW if in_steps or (bits == 8 and use.has("zeros")) else 32 if bits == 4 else 16
     if group is not None and (sizes.inputs % group or group % least):
         return None

@@ -20,12 +20,13 @@ from precast.kernels.gated_linear.records import RECORDS as GATED
 from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear import cublaslt
 from precast.kernels.linear.cublaslt import Product, ScaledProduct, class_of, text_of
-from precast.kernels.linear.records import RECORDS, product, workspace_bytes
+from precast.kernels.linear.records import RECORDS, product, product_into, workspace_bytes
 from precast.kernels.measured import Machine, MeasuredProduct, Table
 from precast.kernels.quantised_linear import launches
 from precast.kernels.quantised_linear.quantised_linear import few_bits, quantised_linear
 from precast.kernels.quantised_linear.records import RECORDS as QUANTISED
 from precast.kernels.quantised_linear.rounded_linear import rounded_linear
+from precast.kernels.records import Pointer
 from precast.kernels.use import GPU, Use, use_of
 
 RECORD = next(record for record in RECORDS if record.name == "cublaslt.linear")
@@ -169,6 +170,20 @@ def test_algorithms_of_another_version_are_left(library: Callable[..., Any]) -> 
     multiplied(small(algorithms=text_of(130200, {16: "09" + "0" * 126})), drawn(9, 5), drawn(6, 5))
 
     assert found.ran == [PROPOSED]
+
+
+def test_what_was_measured_is_left_where_rows_of_a_wider_result_are_odd() -> None:
+    row = MeasuredProduct(
+        dtype="float16", outputs=384, inputs=256, bias=False, rows=16, algorithm="a" * 128, microseconds=1.0,
+        first_microseconds=2.0,
+    )  # fmt: skip
+    use = layer(table=Table(Machine("a GPU", (9, 0), "1", "2", "3", 130100), products=(row,)))
+    given = {
+        wide: product_into(use, Pointer("out.0"), Pointer("workspace"), columns=(0, wide)).constants["algorithms"]
+        for wide in (384, 768, 769)
+    }  # fmt: skip
+
+    assert given == {384: f"130100 16:{'a' * 128}", 768: f"130100 16:{'a' * 128}", 769: "130100"}
 
 
 def test_what_does_not_take_the_rows_is_left(library: Callable[..., Any]) -> None:
