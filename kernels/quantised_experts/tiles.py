@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Dtype, Expr
-from precast.ir.graph.symbols import add, floordiv, largest, mul
+from precast.ir.graph.symbols import add, floordiv, mul
 from precast.ir.weights.quantised import PACKED
 from precast.kernels.experts import launches as experts
 from precast.kernels.few_bits_tiles import E4M3, E8M0, ELEMENT, FLOAT16, FLOAT32, FORMATS, MIDDLE, MOST_TAKEN
@@ -113,7 +113,7 @@ def _products(use: Use) -> dict[str, Constants] | None:
 
 class _Space(NamedTuple):
     """In the workspace, after the order of pairs: rows that are laid, of tokens and activated ones; the rows of all
-    pairs, which the second product writes where the first has read those of tokens; the end."""
+    pairs; the end."""
 
     x: Pointer
     h: Pointer
@@ -142,12 +142,11 @@ def _space(use: Use, most: int | None) -> _Space:
     sizes, plan, start = launches.known(use), _plan(use, most), _places(use, most).end
     dtype = use.operands["x"].type.dtype
     kept: Dtype = dtype if experts.are_many(most) else "float32"
-    laid = mul(_EIGHT_BYTES * _laid_windows(plan, sizes.width), _eights(use))
-    rows = experts.aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs))
-    h = add(start, largest((laid, rows)))
-    end = add(h, mul(_EIGHT_BYTES * _laid_windows(plan, sizes.inner), _eights(use)))
+    h = add(start, mul(_EIGHT_BYTES * _laid_windows(plan, sizes.width), _eights(use)))
+    rows = add(h, mul(_EIGHT_BYTES * _laid_windows(plan, sizes.inner), _eights(use)))
+    end = add(rows, experts.aligned(mul((4 if kept == "float32" else 2) * sizes.width, sizes.pairs)))
     return _Space(
-        Pointer("workspace", dtype, start), Pointer("workspace", dtype, h), Pointer("workspace", kept, start), end
+        Pointer("workspace", dtype, start), Pointer("workspace", dtype, h), Pointer("workspace", kept, rows), end
     )
 
 
