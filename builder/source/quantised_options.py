@@ -18,9 +18,6 @@ from precast.builder.source import quark_options
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Dtype
 
-OVERRIDES = ("-:", "+:")
-"""What patterns of GPTQModel's `dynamic` may begin with: of layers that are left out, and of others."""
-
 
 class Quantised(NamedTuple):
     """How a checkpoint is quantised: the method, and the entries of its config."""
@@ -190,7 +187,7 @@ def _patterns(method: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, st
         listed = ((name, pattern) for name, patterns in lists for pattern in patterns if pattern.startswith("re:"))
         yield from ((name, pattern.removeprefix("re:")) for name, pattern in listed)
     for pattern in entries.get("dynamic") or () if method == "gptq" else ():
-        yield "dynamic", pattern[2:] if pattern.startswith(OVERRIDES) else pattern
+        yield "dynamic", pattern_of(pattern)
     for name in ("modules_to_not_convert", "ignored_layers"):
         yield from ((name, pattern) for pattern in entries.get(name) or ())
 
@@ -383,6 +380,11 @@ def _block(value: Any) -> bool:
 @_expects("a size above 0, or -1 for one group of all inputs")
 def _group_size(value: Any) -> bool:
     return type(value) is int and (value == -1 or value > 0)
+
+
+def pattern_of(override: str) -> str:
+    """The regular expression of a key of GPTQModel's `dynamic`: `-:` in front leaves layers out, `+:` says nothing."""
+    return override[2:] if override.startswith(("-:", "+:")) else override
 
 
 @_expects("patterns of layers that are left out (-:), or have 4 or 8 bits, a group_size or desc_act of their own")

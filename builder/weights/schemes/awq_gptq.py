@@ -7,7 +7,7 @@ import re
 import torch
 from transformers import PreTrainedModel
 
-from precast.builder.source.quantised_options import OVERRIDES, Quantised, refuse, refuse_groups
+from precast.builder.source.quantised_options import Quantised, pattern_of, refuse, refuse_groups
 from precast.builder.weights.schemes.chosen import all_but
 from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.graph.schema import Dequantise, Read, Recipe, Transpose
@@ -41,10 +41,9 @@ def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
 
     def own(weight: Weight) -> Quantised | None:
         # Of the first override that the layer fits; None where it is left out.
-        for pattern, said in overrides.items():
-            named = pattern[2:] if pattern.startswith(OVERRIDES) else pattern
-            if any(re.match(named, name) for name in (weight.module, weight.stem)):
-                return None if pattern.startswith("-:") else options._replace(entries={**options.entries, **said})
+        for override, said in overrides.items():
+            if any(re.match(pattern_of(override), name) for name in (weight.module, weight.stem)):
+                return None if override.startswith("-:") else options._replace(entries={**options.entries, **said})
         return options
 
     def holds(weight: Weight) -> bool:
