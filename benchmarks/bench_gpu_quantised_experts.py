@@ -12,8 +12,8 @@ what attention and head take, so at most 25 us.
 
     python benchmarks/bench_gpu_quantised_experts.py [--out FILE] [--tokens N ...] [--quick] [CASE ...]
 
-With `--quick` nothing is searched, and nothing is compared with bfloat16: the weight stream and what Triton has, launch
-by launch, within a minute for a case.
+With `--quick` nothing is searched, and nothing is compared with bfloat16: the weight stream, tiles and what Triton has,
+up to each launch, within a minute for a case.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def measure(case: Case, tokens: int, stored: Layers, whole: Layers, read_rate: f
 
 
 def measure_quickly(case: Case, tokens: int, stored: Layers, read_rate: float) -> dict[str, Any]:
-    """A row of the table, without a search: errors are relative to Triton's result."""
+    """A row of the table, without a search: errors are relative to Triton's result, and of each way there are also the
+    microseconds up to each launch."""
     layers, use = inputs_of(case.shape, tokens, stored), use_of(case, tokens)
     used = statistics.mean(len(each["expert_ids"].unique()) for each in layers)
     row: dict[str, Any] = {
@@ -117,13 +118,11 @@ def measure_quickly(case: Case, tokens: int, stored: Layers, read_rate: float) -
         run(found, layers[0])
         error = ((layers[0]["out.0"].float() - expected).abs().max() / expected.abs().max()).item()
         row[f"{way}_us"], row[f"{way}_error"] = round(layers_us(found, layers), 1), round(error, 5)
-        row[way] = {f"{i} {launch.kernel.rpartition(':')[2]}": _alone(launch, layers) for i, launch in enumerate(found)}
+        row[way] = {
+            f"{i} {launch.kernel.rpartition(':')[2]}": round(layers_us(found[: i + 1], layers), 2)
+            for i, launch in enumerate(found)
+        }
     return row
-
-
-def _alone(launch: Launch, layers: Layers) -> float:
-    """Microseconds of a launch among its own in other layers, over what the others have left in memory."""
-    return round(layers_us([launch], layers), 2)
 
 
 def _row(rows: dict[str, Any], key: str, made: Callable[[], dict[str, Any]]) -> None:
