@@ -7,6 +7,7 @@ attention to it gives, is compared with the definitions, which compute on the GP
 
     python benchmarks/bench_gpu_sparse_attention.py [--out FILE] [--only TEXT]
 
+Rows of `both` have the two of a layer one after the other, as a step runs them: kernels overlap.
 A row's `until` has the microseconds of the first launch, of the first two, and so on, each with the number and the name
 of the last one; a launch takes what it adds. `triton_us`: Triton's kernels alone, in the same run. `differs`
 is 0 where the definition selects the same.
@@ -40,8 +41,8 @@ PAGE_SIZE, MORE_THAN_L2, MOST_LAYERS = 16, 192 << 20, 8
 HEADS, NOPE, ROPE, LATENT, VALUE = 128, 128, 64, 512, 128
 INDEX_HEADS, INDEX_SIZE, COUNT = 64, 128, 2048
 CASES = [
-    Case(1, 1, 131072), Case(8, 1, 131072), Case(1, 1, 32768), Case(64, 1, 16384), Case(1, 1, 2000),
-    Case(1, 1024, 131072), Case(1, 4096, 4096),
+    Case(1, 1, 131072), Case(8, 1, 131072), Case(32, 1, 131072), Case(1, 1, 32768), Case(64, 1, 16384),
+    Case(1, 1, 2000), Case(1, 1024, 131072), Case(1, 4096, 4096),
 ]  # fmt: skip
 
 Arguments = dict[str, Any]
@@ -126,23 +127,47 @@ def differences(op: str, arguments: Arguments) -> float:
     return round(float((found.float() - expected.float()).abs().max()), 5)
 
 
-def measure(op: str, layers: list[Arguments], case: Case) -> dict[str, Any]:
-    """One row of the table."""
-    use = use_of(op, layers[0])
+def chosen(op: str, arguments: Arguments, case: Case) -> tuple[tuple[Launch, ...], int]:
+    """The launches of an op, and the bytes that they leave for one another."""
+    use = use_of(op, arguments)
     record = resolve(use, {"T": case.seqs * case.queries, "B": case.seqs}).record
     assert not isinstance(record.runs, str), "sparse attention on GPUs is launches"
     found, num_bytes = record.runs(use), record.workspace(use)
     assert isinstance(num_bytes, int), "all sizes are known"
+    return found, num_bytes
+
+
+def floor_of(op: str, case: Case) -> float:
+    """Microseconds that its bytes or its products need."""
+    need = needed(op, case)
+    return max(1e6 * need["gb"] / read_rate(), 1e6 * need["tflop"] / product_rate())
+
+
+def measure_both(layers: list[tuple[Arguments, Arguments]], case: Case) -> dict[str, Any]:
+    """The row of both ops."""
+    calls = [Launched(*chosen(op, layers[0][i], case)) for i, op in enumerate(OPS)]
+
+    def layer(*given: Arguments) -> None:
+        for call, arguments in zip(calls, given, strict=True):
+            call(**arguments)
+
+    us = microseconds([partial(layer, *each) for each in layers * -(-6 // len(layers))])
+    floor = sum(floor_of(op, case) for op in OPS)
+    return {"us": round(us, 2), "floor_us": round(floor, 2), "ratio": round(us / floor, 2)}
+
+
+def measure(op: str, layers: list[Arguments], case: Case) -> dict[str, Any]:
+    """One row of the table."""
+    found, num_bytes = chosen(op, layers[0], case)
     (triton,) = (each for each in records_of(f"precast.{op}", 1) if each.name == f"triton.{op}")
     assert not isinstance(triton.runs, str), "and so is it in Triton"
+    use = use_of(op, layers[0])
     held = triton.workspace(use)
     assert isinstance(held, int), "all sizes are known"
     in_triton = microseconds_of(triton.runs(use), layers, held)
     us = microseconds_of(found, layers, num_bytes)
-    need = needed(op, case)
-    floor = max(1e6 * need["gb"] / read_rate(), 1e6 * need["tflop"] / product_rate())
     row: dict[str, Any] = {
-        "us": us, "floor_us": round(floor, 2), "triton_us": in_triton, "workspace_mib": num_bytes >> 20
+        "us": us, "floor_us": round(floor_of(op, case), 2), "triton_us": in_triton, "workspace_mib": num_bytes >> 20
     }  # fmt: skip
     row["until"] = {
         f"{i} {each.kernel.partition(':')[2]}": microseconds_of(found[: i + 1], layers, num_bytes, runs=3)
@@ -175,13 +200,17 @@ def main() -> None:
     table: dict[str, Any] = {}
     for case in CASES:
         named = {op: f"{op}, {case.text}" for op in OPS if arguments.only in f"{op}, {case.text}"}
-        layers = layers_of(case) if named else []
+        of_both = f"both, {case.text}"
+        layers = layers_of(case) if named or arguments.only in of_both else []
         for i, op in enumerate(OPS):
             if op not in named:
                 continue
             row = attempt(partial(measure, op, [layer[i] for layer in layers], case))
             table[named[op]] = row
             print(f"{named[op]}: {json.dumps(row)}", flush=True)
+        if arguments.only in of_both and case.queries == 1:
+            table[of_both] = attempt(partial(measure_both, layers, case))
+            print(f"{of_both}: {json.dumps(table[of_both])}", flush=True)
         del layers
         torch.cuda.empty_cache()
     rates = {"read_gb_per_s": read_rate(), "product_tflop_per_s": product_rate()}

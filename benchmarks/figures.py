@@ -158,8 +158,12 @@ def attention_page() -> str:
         seqs, _, each = queries.partition(" x ")
         whose = f"{seqs} x {int(tokens):,}" if each == "1" else f"{int(each):,} queries at {int(tokens):,}"
         ops = (found[f"{op}, {name}"] for op in ("paged_select_keys", "paged_sparse_latent_attention"))
-        rows.append((whose, *(f"{row[kind]:,.0f}" for row in ops for kind in ("us", "triton_us", "floor_us"))))
-    heads = ("sequences x tokens", "selection, us", "in Triton", "at least", "attention, us", "in Triton", "at least")
+        both = found.get(f"both, {name}")
+        together = (f"{both['us']:,.0f}", f"{both['ratio']:.2f}") if both else ("-", "-")
+        each_op = (f"{row[kind]:,.0f}" for row in ops for kind in ("us", "triton_us", "floor_us"))
+        rows.append((whose, *each_op, *together))
+    heads = ("sequences x tokens", "selection, us", "in Triton", "at least", "attention, us", "in Triton", "at least",
+             "both, us", "by at least")  # fmt: skip
     return f"One {_read('gpu_sparse_attention')['machine']['gpu']}.\n\n" + _table(heads, rows)
 
 

@@ -92,21 +92,14 @@ def select_keys(use: Use) -> tuple[Launch, ...]:
     return score, note, _select(use, (scores, keys, noted, counts), own, own_noted, parts)
 
 
-def select_prompts(use: Use, own: Pointer, own_noted: Pointer) -> Launch:
-    """What is selected for the queries of sequences with several, and -1 for padding, with `own_bytes` of memory."""
-    return _select(use, (None,) * 4, own, own_noted, 0)
-
-
-def own_bytes(use: Use) -> tuple[Expr, Expr]:
+def _own_bytes(use: Use) -> tuple[Expr, Expr]:
     """Bytes of prompts' scores, and of what is noted of them, for all programs."""
     return mul(16, ceildiv(_own_places(use), 4)), PROGRAMS * 2 * _room(use) * 4
 
 
-def _select(
-    use: Use, of_one_query: tuple[Pointer | None, ...], own: Pointer, own_noted: Pointer, parts: Expr
-) -> Launch:
+def _select(use: Use, of_one_query: tuple[Pointer, ...], own: Pointer, own_noted: Pointer, parts: Expr) -> Launch:
     """What is selected for all queries. `of_one_query`: scores of sequences with one, and what is noted of them in
-    `parts`; None: these sequences are left out."""
+    `parts`."""
     tokens, tile = use.shape("q")[1], _score_tile(use)
     return Launch(
         kernel=_KERNELS + "triton_select:select_kernel",
@@ -324,7 +317,7 @@ def _select_places(use: Use) -> _Workspace:
     each = (
         *([mul(4, slots_of(use))] * 4),
         mul(16, ceildiv(counts, 4)),
-        *own_bytes(use),
+        *_own_bytes(use),
     )
     return _Workspace(*(add(*each[:i]) for i in range(len(each) + 1)))
 

@@ -5,17 +5,14 @@
 //
 //   products [64 keys x heads] = keys [64 x SIZE] * queries [SIZE x heads]      half of the heads at a time
 //
-// A thread has some heads of two keys; it adds up what each token's give, as score.cu does. The scores of the tile are in
-// memory that only this CTA uses. Then all threads pick each token's (pick.cuh), while they are in the L2 cache.
+// The scores of the tile are in memory that only this CTA uses. Then all threads pick each token's (pick.cuh), while they
+// are in the L2 cache.
 //
 // Programmatic dependent launch: the kernel lets the next one start at once. All it reads but the lists is written by
 // kernels in front.
 //
-// Defines, beside those of rows.cuh, of which BY_TOKEN is one, and of pick.cuh:
-//   FLOAT16           elements are float16; else bfloat16
-//   HEADS, SIZE       8, 16, 32, 64 or 128; 64 or 128
+// Defines, beside those of rows.cuh, of which BY_TOKEN is one, of heads.cuh but COLUMNS, and of pick.cuh:
 //   TOKENS            of a tile: 4, or 2 of 128 heads
-//   SCALE             more than 0
 //   STAGES            keys in the ring, in 64: an even number
 
 #include "half.cuh"
@@ -23,14 +20,10 @@
 #include "warp_group.cuh"
 #include "sparse_attention/rows.cuh"
 
-constexpr int KEYS = 64;                                     // of a stage
-constexpr int MULTIPLYING = 256, BRINGING = 128;             // threads
 constexpr int COLUMNS = TOKENS * HEADS, HALF = COLUMNS / 2;
+#include "sparse_attention/heads.cuh"
+
 constexpr int TOGETHER = TOKENS / 2;                         // tokens of a half
-constexpr int BLOCKS = SIZE / 64;
-constexpr u32 STAGE_BYTES = BLOCKS * BLOCK_BYTES;
-constexpr u32 QUERY_BYTES = COLUMNS * 128;                   // of 64 elements of each
-constexpr float FACTOR = SCALE;
 static_assert(STAGES % 2 == 0 && 32 * WARPS == MULTIPLYING + BRINGING, "a stage is always the same warp group's");
 
 // Where things are in shared memory, in bytes.
@@ -44,13 +37,6 @@ static_assert(PICKS_AT % 16 == 0, "fours are loaded there");
 #include "sparse_attention/pick.cuh"
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
-
-struct Piece { u32 words[4]; };
-
-__device__ __forceinline__ void store_piece(u32 to, const Piece& x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.words[0]), "r"(x.words[1]), "r"(x.words[2]),
-               "r"(x.words[3]) : "memory");
-}
 
 // Warp groups take turns: each waits for its own, which the other gives.
 __device__ __forceinline__ void wait_for_turn(int group) {
@@ -118,82 +104,16 @@ __device__ __forceinline__ Tile tile_at(int tile, const Lists& lists) {
 
 // --- keys ------------------------------------------------------------------------------------------------------------
 
-struct Cache {
-  const Element* keys;
-  i64 stride_p, stride_s;
-};
-
 // The keys of a tile, a stage after the other: of each a warp brings 16. Their pages are loaded a stage ahead.
 __device__ __forceinline__ void bring_keys(u32 base, const Cache& cache, const int* pages, int count, Place& place) {
-  const int warp = (threadIdx.x - MULTIPLYING) / 32, lane = threadIdx.x % 32, piece = lane % 8;
   const auto page_of = [&](int key) { return key < count ? pages[key / PAGE_SIZE] : 0; };
-  const int own = warp * 16 + lane % 16;
-  int page = page_of(own);
+  int page = page_of(own_key());
 #pragma unroll 1
   for (int first = 0; first < count; first += KEYS, place.advance(STAGES)) {
-    const int next_page = page_of(first + KEYS + own);
-    const u64 row = (u64)(cache.keys + (page * cache.stride_p + (first + own) % PAGE_SIZE * cache.stride_s));
+    const int key = first + own_key(), next_page = page_of(key + KEYS);
     barrier_wait(base + EMPTY + place.at * 8, place.parity);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int at = i * 4 + lane / 8;
-      const Element* from = (const Element*)__shfl_sync(0xffffffff, row, at) + piece * 8;
-      const u32 to = base + RING + place.at * STAGE_BYTES + place_in_block(warp * 16 + at, piece);
-      const bool exists = first + warp * 16 + at < count;
-#pragma unroll
-      for (int block = 0; block < BLOCKS; block++) copy_piece(to + block * BLOCK_BYTES, from + block * 64, exists);
-    }
-    arrive_when_copied(base + FULL + place.at * 8);
+    bring_stage(base + RING + place.at * STAGE_BYTES, cache, key, page, count, base + FULL + place.at * 8);
     page = next_page;
-  }
-}
-
-// --- queries ---------------------------------------------------------------------------------------------------------
-
-struct Given {
-  const Element* q;
-  const float* weights;
-  i64 q_stride_t, q_stride_h, q_stride_d, weights_stride_t, weights_stride_h;
-};
-
-// The heads of a tile's tokens; zeros for tokens that it has not.
-__device__ __forceinline__ void load_queries(u32 base, const Given& given, const Tile& tile) {
-  const bool in_pieces = given.q_stride_d == 1 && ((u64)given.q | (u64)(2 * given.q_stride_h) |
-                                                  (u64)(2 * given.q_stride_t)) % 16 == 0;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < COLUMNS * (SIZE / 8); i += MULTIPLYING) {
-    const int row = i / (SIZE / 8), piece = i % (SIZE / 8), token = row / HEADS;
-    const u32 to = base + QUERIES + piece / 8 * QUERY_BYTES + place_in_block(row, piece % 8);
-    const Element* from = given.q + (tile.first + token) * given.q_stride_t + row % HEADS * given.q_stride_h +
-                          piece * 8 * given.q_stride_d;
-    if (token < tile.count && in_pieces) {
-      copy_piece(to, from, true);
-      continue;
-    }
-    Piece found = {0, 0, 0, 0};
-    if (token < tile.count) {
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        found.words[j] = from[2 * j * given.q_stride_d] | (u32)from[(2 * j + 1) * given.q_stride_d] << 16;
-    }
-    store_piece(to, found);
-  }
-  end_group_of_copies();
-  wait_for_copies<0>();
-  show_to_tensor_cores();
-}
-
-// A thread's: of each eight heads those of its columns, times the scale.
-typedef float Weights[2][HALF / 8][2];
-
-__device__ __forceinline__ void load_weights(Weights& weights, const Given& given, const Tile& tile) {
-#pragma unroll
-  for (int i = 0; i < COLUMNS / 8 * 2; i++) {
-    const int row = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
-    const i64 token = tile.first + row / HEADS, head = row % HEADS;
-    const bool exists = row / HEADS < tile.count;
-    (&weights[0][0][0])[i] =
-        exists ? given.weights[token * given.weights_stride_t + head * given.weights_stride_h] * FACTOR : 0;
   }
 }
 
@@ -235,19 +155,10 @@ __device__ __forceinline__ void write_scores(const Target& to, const Products& p
   float score = 0;
 #pragma unroll
   for (int token = 0; token < TOGETHER; token++) {
-    float sums[2] = {0, 0};
+    float sums[2];
+    add_up(sums, products + token * (HEADS / 2), weights + half * (HALF / 8) + token * (HEADS / 8));
 #pragma unroll
-    for (int i = 0; i < HEADS / 8; i++) {
-      const int eight = token * (HEADS / 8) + i;
-#pragma unroll
-      for (int j = 0; j < 4; j++) sums[j / 2] += positive(products[eight * 4 + j]) * weights[half][eight][j % 2];
-    }
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      sums[j] += __shfl_xor_sync(0xffffffff, sums[j], 1);
-      sums[j] += __shfl_xor_sync(0xffffffff, sums[j], 2);
-      score = own == token * 2 + j ? sums[j] : score;
-    }
+    for (int j = 0; j < 2; j++) score = own == token * 2 + j ? sums[j] : score;
   }
   const int token = half * TOGETHER + own / 2;
   key += own % 2 * 8;
@@ -309,8 +220,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) select_prompts(
     if (count > COUNT) {
       if (warp < MULTIPLYING / 32) {
         Weights own_weights;
-        load_queries(base, given, tile);
-        load_weights(own_weights, given, tile);
+        load_queries<MULTIPLYING>(base + QUERIES, given, {tile.first, tile.count}, threadIdx.x);
+        load_weights(own_weights, given, {tile.first, tile.count});
         sync_multiplying_warps();
         score_keys({own, stride, count, tile.count}, own_weights, base, warp / 4, place);
       } else {

@@ -103,7 +103,7 @@ def selections(op: str) -> tuple[Record, ...]:
         *(
             Record(
                 name=f"cuda.{op}.{name}", op=f"precast.{op}", **_HOPPER,
-                takes=(SCORES, *selection.TAKES, selection.PROMPTS), sizes={"B": slots[name]},
+                takes=(SCORES, *selection.TAKES), sizes={"B": slots[name]},
                 workspace=selection.sequence_bytes, runs=partial(selection.of_sequences, how=rows[name]),
             )
             for name in slots

@@ -1,79 +1,64 @@
 // score_keys: the scores of keys in pages of a cache, for rows that see more keys than are selected.
 //
-//   score[key] = sum_h weights[h] * max(SCALE * queries[h] . keys[key], 0)
-//
-// The keys of all rows come in blocks of 16, one row's after the other's. Each CTA takes as many of these blocks as the
-// others, one after the other, so that rows of any lengths keep all of them busy. Its warps take turns; each has a ring
-// of its own in shared memory, which it fills by itself, and the queries in registers:
-//
-//   products [16 keys x 8 heads] = keys [16 x SIZE] * queries [SIZE x 8]         mma.m16n8k16, keys as its rows
-//
-// A lane takes eight elements of a key or a query together, 16 bytes: so the elements come in another order than in
-// memory, the same for both.
+// The keys of all rows come in tiles of 64, one row's after the other's. Each CTA takes as many tiles as the others, one
+// after the other, so that rows of any lengths keep all of them busy. Four warps bring keys to a ring; two warp groups take
+// turns with its stages, and multiply a row's heads, of which each has a copy.
 //
 // Programmatic dependent launch: the kernel lets the next one start at once. Before it waits for the kernel in front, it
-// reads the lists of the step, and copies blocks of keys of earlier steps.
+// reads the lists of the step, and has keys of earlier steps brought.
 //
-// Defines, beside those of rows.cuh:
-//   FLOAT16           elements are float16; else bfloat16
-//   HEADS, SIZE       a multiple of 8 and one of 32, of no more than 8192 elements together
-//   SCALE             more than 0
-//   WARPS, STAGES     of a CTA, and blocks in the ring of a warp
+// Defines, beside those of rows.cuh and of heads.cuh but COLUMNS:
+//   STAGES            tiles in the ring: an even number
 
 #include "half.cuh"
+#include "ring.cuh"
+#include "warp_group.cuh"
 #include "sparse_attention/rows.cuh"
 
-constexpr int KEYS = 16;                            // of a block
-constexpr int TILES = HEADS / 8;
-constexpr int TOGETHER = TILES % 4 == 0 ? 4 : TILES % 2 == 0 ? 2 : 1;    // whose products are on their way at once
-constexpr int STEPS = SIZE / 32;                    // two products of 16 elements each
-constexpr int PIECES = SIZE / 8;                    // of 16 bytes, of a key
-constexpr int BLOCK_BYTES = KEYS * PIECES * 16;
-constexpr float FACTOR = SCALE;
-constexpr bool IN_ONE_PAGE = PAGE_SIZE % KEYS == 0;    // all keys of a block
+constexpr int COLUMNS = HEADS < 16 ? 16 : HEADS;    // warp groups multiply no fewer
+#include "sparse_attention/heads.cuh"
+
+constexpr int PAGES_AT_ONCE = 4;                    // which a lane asks for together, as many tiles ahead
+static_assert(STAGES % 2 == 0, "a stage is always the same warp group's");
+
+// Where things are in shared memory, in bytes.
+constexpr u32 RING = 0;
+constexpr u32 QUERIES = RING + STAGES * STAGE_BYTES;
+constexpr u32 FULL = QUERIES + 2 * BLOCKS * QUERY_BYTES;    // barriers
+constexpr u32 EMPTY = FULL + STAGES * 8;
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
-struct Piece { u32 words[4]; };
-
-// So that it is near when it is loaded.
-__device__ __forceinline__ void ask_early(const int* number) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(number));
+__device__ __forceinline__ void sync_group(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
 
-__device__ __forceinline__ Piece load_piece(u32 from) {
-  Piece x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.words[0]), "=r"(x.words[1]), "=r"(x.words[2]), "=r"(x.words[3]) : "r"(from) : "memory");
-  return x;
-}
+// --- tiles -----------------------------------------------------------------------------------------------------------
 
-// --- blocks of keys --------------------------------------------------------------------------------------------------
-
-// Where a warp is among the blocks of all rows: its row, the number of its first block, and of the next row's.
-struct Place {
+// A row, the number of its first tile among those of all rows, and of the next row's.
+struct Tiles {
   Row row;
   int first, end;
 };
 
-__device__ __forceinline__ int blocks_of(const Row& row) {
+__device__ __forceinline__ int tiles_of(const Row& row) {
   return row.num_keys > COUNT ? (row.num_keys + KEYS - 1) / KEYS : 0;
 }
 
 // `own` is the lane's row of the first 32.
-__device__ __forceinline__ int blocks_of_all(const Row& own, const Lists& lists) {
-  int count = blocks_of(own);
+__device__ __forceinline__ int tiles_of_all(const Row& own, const Lists& lists) {
+  int count = tiles_of(own);
   for (int first = 32; first < lists.num_rows; first += 32)
-    count += blocks_of(row_of(first + threadIdx.x % 32, lists));
+    count += tiles_of(row_of(first + threadIdx.x % 32, lists));
   return __reduce_add_sync(0xffffffff, count);
 }
 
-// Of a block that exists.
-__device__ __forceinline__ Place place_of_block(int block, Row own, const Lists& lists) {
+// Of a tile that exists.
+__device__ __forceinline__ Tiles row_of_tile(int tile, Row own, const Lists& lists) {
   int before = 0;
   for (int first = 32;; first += 32) {
-    const int count = blocks_of(own), end = before + sum_up_to(count);
-    if (const u32 found = __ballot_sync(0xffffffff, end > block)) {
+    const int count = tiles_of(own), end = before + sum_up_to(count);
+    if (const u32 found = __ballot_sync(0xffffffff, end > tile)) {
       const int lane = __ffs(found) - 1;
       const auto of_it = [&](int value) { return __shfl_sync(0xffffffff, value, lane); };
       return {{of_it(own.token), of_it(own.num_keys), of_it(own.old_keys), of_it(own.kept), of_it(own.first_page)},
@@ -84,209 +69,108 @@ __device__ __forceinline__ Place place_of_block(int block, Row own, const Lists&
   }
 }
 
-struct Cache {
-  const Element* keys;
-  i64 stride_p, stride_s;
-};
+// --- what warps do ---------------------------------------------------------------------------------------------------
 
-// The page of a lane's key, of a row's block: of the last key for those that the row doesn't see.
-__device__ __forceinline__ const int* page_at(const Row& row, int block, const Lists& lists) {
-  const int key = block * KEYS + (IN_ONE_PAGE ? 0 : threadIdx.x % KEYS);
-  return lists.page_indices + row.first_page + min(key, row.num_keys - 1) / PAGE_SIZE;
-}
-
-__device__ __forceinline__ int page_of(const Row& row, int block, const Lists& lists) {
-  return *page_at(row, block, lists);
-}
-
-// Pieces of two neighbouring rows that are loaded together are in different banks.
-__device__ __forceinline__ u32 piece_at(int row, int piece) {
-  return (row * PIECES + (PIECES % 8 == 0 ? piece ^ row % 2 * 4 : piece)) * 16;
-}
-
-// One warp copies the keys of a row's block that it sees. What is in the place of others gives scores that nobody reads.
-__device__ __forceinline__ void copy_block(const Cache& cache, const Row& row, int block, int page, u32 stage) {
+// Has tiles of a row brought, from number `first` of its own to `end`. Those with keys of this step are there when the
+// kernel in front has ended. Pages are asked for some tiles ahead.
+__device__ __forceinline__ void bring_tiles(u32 base, const Cache& cache, const Row& row, int first, int end, Place& place,
+                                            bool& has_waited, const int* pages) {
+  const auto page_of = [&](int tile) {
+    const int key = tile * KEYS + own_key();
+    return tile < end && key < row.num_keys ? pages[key / PAGE_SIZE] : 0;
+  };
+  int own[PAGES_AT_ONCE], next[PAGES_AT_ONCE];
 #pragma unroll
-  for (int i = 0; i < KEYS * PIECES / 32; i++) {
-    const int own = threadIdx.x % 32 + 32 * i, at = own / PIECES, piece = own % PIECES, key = block * KEYS + at;
-    const i64 of_row = IN_ONE_PAGE ? page : __shfl_sync(0xffffffff, page, at);
-    const int slot = IN_ONE_PAGE ? block * KEYS % PAGE_SIZE + at : key % PAGE_SIZE;
-    copy_piece(stage + piece_at(at, piece), cache.keys + (of_row * cache.stride_p + slot * cache.stride_s + piece * 8),
-               key < row.num_keys);
-  }
-}
-
-__device__ __forceinline__ bool is_new(const Row& row, int block) { return (block + 1) * KEYS > row.old_keys; }
-
-// --- scores ----------------------------------------------------------------------------------------------------------
-
-// A lane has head `lane / 4` of each tile, and eight elements of each step; and the weights of two heads.
-struct Queries {
-  Piece pieces[TILES][STEPS];
-  float weights[TILES][2];
-};
-
-struct Given {
-  const Element* q;
-  const float* weights;
-  i64 q_stride_t, q_stride_h, q_stride_d, weights_stride_t, weights_stride_h;
-};
-
-__device__ __forceinline__ void load_queries(Queries& to, const Given& given, i64 token) {
-  const int lane = threadIdx.x % 32;
-  const Element* q = given.q + token * given.q_stride_t + lane / 4 * given.q_stride_h;
-  const bool in_pieces = given.q_stride_d == 1 && ((u64)given.q | (u64)(2 * given.q_stride_h) |
-                                                  (u64)(2 * given.q_stride_t)) % 16 == 0;
+  for (int i = 0; i < PAGES_AT_ONCE; i++) own[i] = page_of(first + i);
+#pragma unroll 1
+  for (; first < end; first += PAGES_AT_ONCE) {
 #pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
+    for (int i = 0; i < PAGES_AT_ONCE; i++) next[i] = page_of(first + PAGES_AT_ONCE + i);
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-      const Element* from = q + tile * 8 * given.q_stride_h + (step * 32 + lane % 4 * 8) * given.q_stride_d;
-      if (in_pieces) {
-        to.pieces[tile][step] = *(const Piece*)__builtin_assume_aligned(from, 16);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          to.pieces[tile][step].words[i] =
-              from[2 * i * given.q_stride_d] | (u32)from[(2 * i + 1) * given.q_stride_d] << 16;
+    for (int i = 0; i < PAGES_AT_ONCE; i++) {
+      const int tile = first + i;
+      if (tile < end) {
+        if (!has_waited && (tile + 1) * KEYS > row.old_keys) {
+          wait_for_kernel_in_front();
+          has_waited = true;
+        }
+        barrier_wait(base + EMPTY + place.at * 8, place.parity);
+        bring_stage(base + RING + place.at * STAGE_BYTES, cache, tile * KEYS + own_key(), own[i], row.num_keys,
+                    base + FULL + place.at * 8);
+        place.advance(STAGES);
       }
+      own[i] = next[i];
     }
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      to.weights[tile][i] =
-          given.weights[token * given.weights_stride_t + (tile * 8 + lane % 4 * 2 + i) * given.weights_stride_h];
   }
 }
 
-// Of keys `lane / 4` and that + 8 of a block, over the lane's heads alone.
-__device__ __forceinline__ void add_scores(float (&scores)[2], const Queries& queries, u32 stage) {
-  const int row = threadIdx.x % 32 / 4, piece = threadIdx.x % 4;
-  Piece low[STEPS], high[STEPS];
+// A warp group's share of these tiles: every other one.
+__device__ __forceinline__ void score_tiles(int* scores, u32 base, const Given& given, const Row& row, int first, int end,
+                                            Place& place) {
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const u32 queries = base + QUERIES + group * BLOCKS * QUERY_BYTES;
+  Weights weights;
+  sync_group(group);    // nobody multiplies by the row before
+  load_queries<128>(queries, given, {row.token, 1}, threadIdx.x % 128);
+  load_weights(weights, given, {row.token, 1});
+  sync_group(group);
+#pragma unroll 1
+  for (int tile = first; tile < end; tile++, place.advance(STAGES)) {
+    if (place.at % 2 != group) continue;
+    barrier_wait(base + FULL + place.at * 8, place.parity);
+    show_to_tensor_cores();
+    float products[COLUMNS / 2];
+    let_products_begin();
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) {
-    low[step] = load_piece(stage + piece_at(row, step * 4 + piece));
-    high[step] = load_piece(stage + piece_at(row + 8, step * 4 + piece));
-  }
-#pragma unroll
-  for (int tile = 0; tile < TILES; tile += TOGETHER) {
-    float products[TOGETHER][4] = {};
-#pragma unroll
-    for (int i = 0; i < 2 * STEPS; i++) {
-      const u32 *a = low[i / 2].words + i % 2 * 2, *b = high[i / 2].words + i % 2 * 2;
-      const u32 keys[4] = {a[0], b[0], a[1], b[1]};
-#pragma unroll
-      for (int j = 0; j < TOGETHER; j++) {
-        const u32* q = queries.pieces[tile + j][i / 2].words + i % 2 * 2;
-        multiply_add(products[j], keys, q[0], q[1]);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < TOGETHER; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        scores[i / 2] += positive(products[j][i] * FACTOR) * queries.weights[tile + j][i % 2];
+    for (int step = 0; step < SIZE / 16; step++)
+      multiply_group<COLUMNS>(
+          products, described(base + RING + place.at * STAGE_BYTES + step / 4 * BLOCK_BYTES + step % 4 * 32),
+          described(queries + step / 4 * QUERY_BYTES + step % 4 * 32), step > 0);
+    end_batch();
+    wait_for_batches<0>();
+    if (lane == 0) barrier_arrive(base + EMPTY + place.at * 8);
+    float sums[2];
+    add_up(sums, products, weights);
+    const int key = tile * KEYS + warp * 16 + lane / 4 + lane % 4 * 8;    // of two lanes of four
+    if (lane % 4 < 2 && key < row.num_keys) scores[key] = in_order(lane % 4 ? sums[1] : sums[0]);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) score_keys(
+extern "C" __global__ void __launch_bounds__(MULTIPLYING + BRINGING, 1) score_keys(
     int* scores, const Element* q, const float* weights, const Element* keys, const int* cu_seqlens,
     const int* kv_lens, const int* page_indices, const int* page_indptr, const int* page_start, i64 num_rows,
     i64 num_seqs, i64 num_slots, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, i64 weights_stride_t,
     i64 weights_stride_h, i64 stride_p, i64 stride_s) {
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   let_next_kernel_start();
   const Lists lists = {cu_seqlens, kv_lens, page_indices, page_indptr, page_start, (int)num_seqs, (int)num_rows, num_slots};
-  const Given given = {q, weights, q_stride_t, q_stride_h, q_stride_d, weights_stride_t, weights_stride_h};
-  const Cache cache = {keys, stride_p, stride_s};
-  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const u32 ring = shared_address(memory) + warp * STAGES * BLOCK_BYTES;
-  const Row own_row = row_of(lane, lists);
-  const i64 all = blocks_of_all(own_row, lists);
-  const int first = (int)(all * blockIdx.x / gridDim.x) + warp, end = (int)(all * (blockIdx.x + 1) / gridDim.x);
-  if (first >= end) {
-    wait_for_kernel_in_front();    // else what is behind might not wait for it
-    return;
+  const u32 base = shared_address(memory);
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+  if (threadIdx.x < STAGES) {
+    barrier_init(base + FULL + threadIdx.x * 8, BRINGING);
+    barrier_init(base + EMPTY + threadIdx.x * 8, 4);
+    barrier_init_fence();
   }
-
-  // The pages of the ring's first blocks are all asked for before any is used.
-  const Place begin = place_of_block(first, own_row, lists);
-  Place ahead = begin;    // of block `first + stage * WARPS`
-  const auto follow = [&](Place& at, int block) {
-    if (block >= at.end) at = place_of_block(block, own_row, lists);
-  };
+  const Row own_row = row_of(threadIdx.x % 32, lists);
+  const i64 all = tiles_of_all(own_row, lists);
+  const int first = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
+  const bool is_bringing = warp >= MULTIPLYING / 32;
+  Place place = {0, is_bringing ? 1u : 0u};
+  bool has_waited = false;
+  __syncthreads();
+  if (!is_bringing) wait_for_kernel_in_front();
 #pragma unroll 1
-  for (int block = first; block < min(end, first + STAGES * WARPS); block += WARPS) {
-    follow(ahead, block);
-    ask_early(page_at(ahead.row, block - ahead.first, lists));
+  for (int tile = first; tile < end;) {
+    const Tiles at = row_of_tile(tile, own_row, lists);
+    const int own_first = tile - at.first, own_end = min(end, at.end) - at.first;
+    if (is_bringing)
+      bring_tiles(base, {keys, stride_p, stride_s}, at.row, own_first, own_end, place, has_waited,
+                  page_indices + at.row.first_page);
+    else
+      score_tiles(scores + place_of(at.row, lists), base,
+                  {q, weights, q_stride_t, q_stride_h, q_stride_d, weights_stride_t, weights_stride_h}, at.row, own_first,
+                  own_end, place);
+    tile = at.end;
   }
-  bool has_new = false;    // one of these blocks has keys of this step
-  {
-    Place at = begin;
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES; stage++) {
-      const int block = first + stage * WARPS;
-      if (block < end) {
-        follow(at, block);
-        const int own = block - at.first;
-        if (is_new(at.row, own))
-          has_new = true;
-        else
-          copy_block(cache, at.row, own, page_of(at.row, own, lists), ring + stage * BLOCK_BYTES);
-      }
-      end_group_of_copies();
-    }
-  }
-  wait_for_kernel_in_front();
-  if (has_new) {
-    Place at = begin;
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES && first + stage * WARPS < end; stage++) {
-      follow(at, first + stage * WARPS);
-      const int own = first + stage * WARPS - at.first;
-      if (is_new(at.row, own))
-        copy_block(cache, at.row, own, page_of(at.row, own, lists), ring + stage * BLOCK_BYTES);
-    }
-    end_group_of_copies();
-    wait_for_copies<0>();
-  }
-
-  Queries queries;
-  Place place = begin;
-  load_queries(queries, given, place.row.token);
-  int at = 0, copied = first + STAGES * WARPS, page = 0;    // the page of block `copied`, asked for one block ahead
-  const auto ask = [&] {
-    if (copied >= end) return;
-    follow(ahead, copied);
-    page = page_of(ahead.row, copied - ahead.first, lists);
-  };
-  ask();
-#pragma unroll 1
-  for (int i = first; i < end; i += WARPS) {
-    if (i >= place.end) {
-      place = place_of_block(i, own_row, lists);
-      load_queries(queries, given, place.row.token);
-    }
-    wait_for_copies<STAGES - 1>();    // the group of a block's copies has as many after it
-    __syncwarp();
-    const u32 stage = ring + at * BLOCK_BYTES;
-    float sums[2] = {0, 0};
-    add_scores(sums, queries, stage);
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int other = 1; other < 4; other *= 2) sums[j] += __shfl_xor_sync(0xffffffff, sums[j], other);
-    const int key = (i - place.first) * KEYS + lane / 4 + lane % 4 * 8;    // of two lanes of four
-    if (lane % 4 < 2 && key < place.row.num_keys)
-      scores[place_of(place.row, lists) + key] = in_order(lane % 4 ? sums[1] : sums[0]);
-    __syncwarp();
-    if (copied < end) {
-      const Row row = ahead.row;
-      const int block = copied - ahead.first, own_page = page;
-      copied += WARPS;
-      ask();
-      copy_block(cache, row, block, own_page, stage);
-    }
-    end_group_of_copies();
-    at = at + 1 == STAGES ? 0 : at + 1;
-  }
+  if (is_bringing && !has_waited) wait_for_kernel_in_front();
 }

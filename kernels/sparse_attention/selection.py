@@ -1,8 +1,7 @@
 """The launches of `score.cu`, `pick.cu` and `prompts.cu`: the selection of keys on Hopper. No torch.
 
-Of few tokens each is a row, which scores keys for itself. In other steps rows are the sequences with one query. The
-queries of others share the keys that they score, by `prompts.cu`, or by `triton_select` where their heads are of other
-sizes.
+Of few tokens each is a row, which scores keys for itself. In other steps rows are the sequences with one query, and the
+queries of others share the keys that they score, by `prompts.cu`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, maximum, minimum, mul
 from precast.kernels.records import Condition, Launch, Pointer
 from precast.kernels.rows import known, real
-from precast.kernels.sparse_attention.launches import (
-    count_of,
-    given,
-    own_bytes,
-    select_prompts,
-    select_strides,
-    slots_of,
-)
+from precast.kernels.sparse_attention.launches import count_of, given, select_strides, slots_of
 from precast.kernels.sparse_attention.limits import OWN_SCORES
 from precast.kernels.use import Use
 
@@ -28,8 +20,10 @@ FEW_TOKENS = 8
 """Of a step, up to which each is a row, with room for the scores of all slots: 32 bytes a slot."""
 NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200: the blocks that share the keys of all rows."""
-SCORING_WARPS, RING_BYTES = 8, 128 << 10
-"""Warps that score keys in a block, whose registers hold the queries; and the memory of their rings."""
+SCORING_WARPS, RING_BYTES = 12, 128 << 10
+"""Warps of a block that scores keys, of which four bring them, and the memory of its ring."""
+_KEYS = 64
+"""Of a stage of a ring."""
 PICKING_WARPS = 16
 """Of a block that picks the keys of a row."""
 
@@ -48,32 +42,20 @@ FEW_ROWS, SOME_ROWS, MANY_ROWS = Pick(8, 16384, 120 << 10), Pick(8, 16384), Pick
 would be given several, which took a tenth longer for 8 rows on an H100."""
 SOME_SLOTS = 32
 """For sequences, up to which long rows are worth more blocks each."""
-MOST_ELEMENTS = 8192
-"""Of a row's heads together, which are in a warp's registers."""
-_KEYS = 16
-"""Of a block."""
 PROMPT_WARPS, PROMPT_STAGES, PROMPT_NEAR = 12, 4, 20480
 """Of a block that selects for prompts: its warps, stages of 64 keys on their way, and scores of a row that it has in
 shared memory when it picks."""
 
 TAKES = (
     Condition(
-        f"heads in a multiple of 8, of a multiple of 32 elements, together at most {MOST_ELEMENTS}",
-        lambda use: (
-            (use.number("q", 2) or 1) % 8 == 0
-            and (use.number("q", 3) or 1) % 32 == 0
-            and (use.number("q", 2) or MOST_ELEMENTS) * (use.number("q", 3) or MOST_ELEMENTS) <= MOST_ELEMENTS
-        ),
+        "8, 16, 32, 64 or 128 heads, of 64 or 128 elements",
+        lambda use: use.number("q", 2) in (8, 16, 32, 64, 128) and use.number("q", 3) in (64, 128),
     ),
     Condition(
         "a cache of the query's type",
         lambda use: use.operands["cache"].type.dtype == use.operands["q"].type.dtype,
     ),
     Condition("a scale above 0", lambda use: real(use, "scale") > 0),
-)
-PROMPTS = Condition(
-    "Triton, or heads that warp groups multiply, which select for prompts",
-    lambda use: in_groups(use) or "triton" in use.target.kinds,
 )
 
 
@@ -89,24 +71,13 @@ def of_tokens(use: Use) -> tuple[Launch, ...]:
 
 def sequence_bytes(use: Use) -> Expr:
     """The bytes of the scores of sequences with one query, and of what is selected by for others."""
-    own = (mul(4, _prompt_places(use)),) if in_groups(use) else own_bytes(use)
-    return add(mul(4, slots_of(use)), *own)
+    return mul(4, add(slots_of(use), _prompt_places(use)))
 
 
 def of_sequences(use: Use, *, how: Pick) -> tuple[Launch, ...]:
     """The same of any tokens."""
-    scores = mul(4, slots_of(use))
-    own = Pointer("workspace", "int32", scores)
-    if in_groups(use):
-        prompts = _prompts(use, own)
-    else:
-        prompts = select_prompts(use, own, Pointer("workspace", "int32", add(scores, own_bytes(use)[0])))
+    prompts = _prompts(use, Pointer("workspace", "int32", mul(4, slots_of(use))))
     return (*_launches(use, Pointer("workspace", "int32"), _sequences(use), how), prompts)
-
-
-def in_groups(use: Use) -> bool:
-    """Whether warp groups multiply the heads of prompts."""
-    return use.number("q", 2) in (8, 16, 32, 64, 128) and use.number("q", 3) in (64, 128)
 
 
 def _prompts(use: Use, scores: Pointer) -> Launch:
@@ -131,7 +102,7 @@ def _prompts(use: Use, scores: Pointer) -> Launch:
 
 def prompt_bytes(columns: int, size: int, stages: int, near: int) -> int:
     """What a block that selects for prompts needs: a ring of keys, heads, and to pick."""
-    return 2 * size * (64 * stages + columns) + 16 * stages + shared_bytes(PROMPT_WARPS, near)
+    return 2 * size * (_KEYS * stages + columns) + 16 * stages + shared_bytes(PROMPT_WARPS, near)
 
 
 def _queries(use: Use) -> int:
@@ -146,8 +117,8 @@ def _prompt_places(use: Use) -> Expr:
 
 
 def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch, ...]:
-    size = known(use, "q", 3)
-    stages = max(1, min(8, RING_BYTES // (SCORING_WARPS * _KEYS * size * 2)))
+    heads, size = known(use, "q", 2), known(use, "q", 3)
+    stages = RING_BYTES // (_KEYS * size * 2)
     shared = {**_selecting(use), "BY_TOKEN": how is FEW_ROWS}
     sizes = (rows, _sequences(use), slots_of(use))
     score = Launch(
@@ -155,11 +126,11 @@ def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch,
         grid=(NUM_SMS, 1, 1),
         args=(scores, *given(), *sizes, *select_strides()),
         constants={
-            **shared, "FLOAT16": use.operands["q"].type.dtype == "float16", "HEADS": known(use, "q", 2),
-            "SIZE": size, "SCALE": real(use, "scale"), "WARPS": SCORING_WARPS, "STAGES": stages,
+            **shared, "FLOAT16": use.operands["q"].type.dtype == "float16", "HEADS": heads, "SIZE": size,
+            "SCALE": real(use, "scale"), "STAGES": stages,
         },
         block=32 * SCORING_WARPS,
-        shared_bytes=SCORING_WARPS * stages * _KEYS * size * 2,
+        shared_bytes=score_bytes(heads, size, stages),
         pdl=True,
     )  # fmt: skip
     lengths = tuple(Pointer(name) for name in ("cu_seqlens", "kv_lens", "page_indptr", "page_start"))
@@ -177,6 +148,11 @@ def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch,
 
 def _selecting(use: Use) -> dict[str, int | float | bool | str]:
     return {"COUNT": count_of(use), "RATE": use.constant("rate") or 1, "PAGE_SIZE": known(use, "cache", 1)}
+
+
+def score_bytes(heads: int, size: int, stages: int) -> int:
+    """What a block that scores keys needs: a ring of keys, heads for each warp group, and barriers."""
+    return 2 * size * (_KEYS * stages + 2 * max(16, heads)) + 16 * stages
 
 
 def shared_bytes(warps: int, near: int) -> int:

@@ -352,22 +352,21 @@ def select_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     own_noted_ptr += program * 2 * ROOM
     num_programs = tl.num_programs(0)
-    if scores_ptr is not None:  # else sequences with one query are left out
-        for seq in range(program, num_seqs, num_programs):
-            first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
-                cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE, RATE
-            )
-            num_keys = tl.minimum(kv_len // RATE - kept, num_slots)
-            row_ptr = out_ptr + first_token.to(tl.int64) * COUNT
-            if num_queries == 1:
-                if num_keys > COUNT:
-                    place = first_page.to(tl.int64) * PAGE_SIZE
-                    _write_of_parts(
-                        row_ptr, scores_ptr + place, keys_ptr + place, noted_ptr + place,
-                        counts_ptr + seq * (1 + num_parts), num_keys, num_parts, kept, COUNT, ROOM, BLOCK,
-                    )  # fmt: skip
-                else:
-                    write_all(row_ptr, num_keys, kept, COUNT, BLOCK)
+    for seq in range(program, num_seqs, num_programs):
+        first_token, num_queries, first_page, num_slots, kv_len, kept = _sequence(
+            cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, PAGE_SIZE, RATE
+        )
+        num_keys = tl.minimum(kv_len // RATE - kept, num_slots)
+        row_ptr = out_ptr + first_token.to(tl.int64) * COUNT
+        if num_queries == 1:
+            if num_keys > COUNT:
+                place = first_page.to(tl.int64) * PAGE_SIZE
+                _write_of_parts(
+                    row_ptr, scores_ptr + place, keys_ptr + place, noted_ptr + place,
+                    counts_ptr + seq * (1 + num_parts), num_keys, num_parts, kept, COUNT, ROOM, BLOCK,
+                )  # fmt: skip
+            else:
+                write_all(row_ptr, num_keys, kept, COUNT, BLOCK)
 
     num_tiles = 0
     longest = 0

@@ -2,8 +2,8 @@
 // the other as fibers, their shared memory, copies, and matrix instructions of a warp.
 //
 // The kernel's source is included without the functions that are PTX, which are written here in C++. Shared memory is
-// NaN before. What the kernel in front writes (`Written`) is what was there before until all threads wait for that
-// kernel. Copies arrive at once, or as late as they may: when they are waited for.
+// NaN before. What the kernel in front writes (`Written`) is what was there before until threads wait for that kernel, if
+// it can be all of them. Copies arrive at once, or as late as they may: when they are waited for.
 //
 // Define CLUSTER, 1 where there are none; and FLOAT16 as for the sources.
 
@@ -228,12 +228,14 @@ static void write_all() {
   for (const Written& each : written) memcpy(each.to, each.after, each.bytes);
 }
 inline void let_next_kernel_start() {}
+// It ends when all wait for it; or else after so many turns of one that does, since others may wait for what that one does
+// afterwards.
+static bool has_ended_in_front;
 inline void wait_for_kernel_in_front() {
-  const unsigned turn = in_front.turn;
-  if (in_front.arrive())
-    write_all();
-  else
-    while (in_front.turn == turn) fibers::let_others_run();
+  const bool is_last = in_front.arrive();
+  for (int turns = 0; !is_last && !has_ended_in_front && turns < 100; turns++) fibers::let_others_run();
+  if (!has_ended_in_front) write_all();
+  has_ended_in_front = true;
 }
 
 // `changed`: `count` times the address of what the kernel in front writes, of what is there afterwards, and its bytes.
@@ -256,6 +258,7 @@ static void run_clusters(const Launch& launch, void (*thread)(), void (*begin)()
     of_warps.assign(threads.size() / 32, fibers::Meeting(32));
     of_blocks.assign(CLUSTER, fibers::Meeting(num_threads));
     of_cluster = in_front = fibers::Meeting(threads.size());
+    has_ended_in_front = false;
     begin();
     for (u32 i = 0; i < threads.size(); i++) {
       const u32 rank = i / num_threads, block = cluster * CLUSTER + rank;

@@ -34,13 +34,6 @@ inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 
 struct Piece { u32 words[4]; };
 inline void copy_piece(u32 to, const Element* from, bool wanted) { copy_piece(to, from, 16, wanted); }
-inline void ask_early(const int* number) { (void)*(volatile const int*)number; }
-inline Piece load_piece(u32 from) {
-  CHECK(from % 16 == 0);
-  Piece x;
-  memcpy(&x, at(from, 16), 16);
-  return x;
-}
 inline float positive(float x) { return x < 0 ? 0 : x; }
 
 inline int load_near(u32 from) {
@@ -90,7 +83,8 @@ inline void store_piece(u32 to, const Piece& x) {
   CHECK(to % 16 == 0);
   memcpy(at(to, 16), &x, 16);
 }
-static fibers::Meeting of_multiplying, of_turns[2];    // of warp groups
+static fibers::Meeting of_multiplying, of_turns[2], of_groups[2];    // of warp groups
+inline void sync_group(int group) { of_groups[group].arrive_and_wait(); }
 inline void wait_for_turn(int group) { of_turns[group].arrive_and_wait(); }
 inline void give_turn(int group) { (void)of_turns[group].arrive(); }
 inline void sync_multiplying_warps() { of_multiplying.arrive_and_wait(); }
@@ -115,6 +109,7 @@ static void run_thread() {
 static void begin() {
   barriers.clear();
   of_multiplying = of_turns[0] = of_turns[1] = fibers::Meeting(256);
+  of_groups[0] = of_groups[1] = fibers::Meeting(128);
 }
 
 extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,

@@ -19,6 +19,7 @@ from precast.ir.graph import symbols
 from precast.ir.graph.symbols import mul
 from precast.kernels.launch import as_function, use_of_tensors
 from precast.kernels.records import Launch, Pointer
+from precast.kernels.rows import known
 from precast.kernels.sparse_attention import selection
 from precast.kernels.sparse_attention.launches import slots_of
 from precast.kernels.sparse_attention.paged_select_keys import paged_select_keys
@@ -32,10 +33,9 @@ NOT_WRITTEN = -7
 
 
 class Sizes(NamedTuple):
-    """How the kernels are divided in a test: blocks that score, their warps; a cluster, its warps, and what is near."""
+    """How kernels are divided in a test: blocks that score, their stages; a cluster, its warps, and what is near."""
 
     blocks: int = 3
-    warps: int = 2
     stages: int = 2
     cluster: int = 2
     pickers: int = 2
@@ -52,10 +52,9 @@ def use_of(sample: Sample) -> Use:
 def launches_of(use: Use, sizes: Sizes, *, by_token: bool) -> tuple[Launch, Launch]:
     """Those of a record, divided in another way."""
     score, pick, *_ = selection.of_tokens(use) if by_token else selection.of_sequences(use, how=selection.MANY_ROWS)
-    block = score.shared_bytes // selection.SCORING_WARPS // int(score.constants["STAGES"])
     score = score._replace(
-        grid=(sizes.blocks, 1, 1), block=32 * sizes.warps, shared_bytes=sizes.warps * sizes.stages * block,
-        constants={**score.constants, "WARPS": sizes.warps, "STAGES": sizes.stages},
+        grid=(sizes.blocks, 1, 1), constants={**score.constants, "STAGES": sizes.stages},
+        shared_bytes=selection.score_bytes(known(use, "q", 2), known(use, "q", 3), sizes.stages),
     )  # fmt: skip
     pick = pick._replace(
         grid=(sizes.cluster, *pick.grid[1:]), block=32 * sizes.pickers,
@@ -116,11 +115,11 @@ def selected(sample: Sample, *, by_token: bool) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "heads", "size", "count", "page_size", "sizes", "more"),
     [
-        (BRAIN, 8, 32, 6, 16, Sizes(), {}),
-        (HALF, 16, 64, 20, 8, Sizes(blocks=1, warps=4, stages=1, near=8), {"padding": 2}),
-        (BRAIN, 8, 128, 1, 5, Sizes(blocks=7, stages=3, cluster=1, pickers=4), {"padding": 1}),
-        (HALF, 24, 96, 33, 1, Sizes(blocks=2, cluster=4, pickers=1), {}),
-        (BRAIN, 64, 128, 64, 32, Sizes(blocks=20, warps=1), {}),
+        (BRAIN, 8, 64, 6, 16, Sizes(), {}),
+        (HALF, 16, 64, 20, 8, Sizes(blocks=1, near=8), {"padding": 2}),
+        (BRAIN, 8, 128, 1, 5, Sizes(blocks=7, stages=4, cluster=1, pickers=4), {"padding": 1}),
+        (HALF, 32, 64, 33, 1, Sizes(blocks=2, cluster=4, pickers=1), {}),
+        (BRAIN, 64, 128, 64, 32, Sizes(blocks=20), {}),
     ],
     ids=str,
 )
@@ -232,7 +231,7 @@ def test_scores_of_all_kinds(on_cpu: Run, kind: str) -> None:
     scores = in_order(drawn_scores(kind, 300))
     order = scores.long().argsort(descending=True, stable=True)
     for count, sizes in ((1, Sizes()), (33, Sizes(cluster=4, near=512)), (299, Sizes(cluster=1, pickers=1))):
-        sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 300)], heads=8, size=32, count=count, page_size=4)
+        sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 300)], heads=8, size=64, count=count, page_size=4)
 
         found = on_cpu(sample, sizes, by_token=True, scores=scores)
 
@@ -243,7 +242,7 @@ def test_scores_of_all_kinds(on_cpu: Run, kind: str) -> None:
 def test_marks_of_scores_that_are_far(on_cpu: Run, kind: str) -> None:
     """They are kept where scores would be, of several pieces for each warp, the last of which ends early."""
     scores = in_order(drawn_scores(kind, 5001))
-    sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5001)], heads=8, size=32, count=700, page_size=4)
+    sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5001)], heads=8, size=64, count=700, page_size=4)
 
     found = on_cpu(sample, Sizes(cluster=1, near=600), by_token=True, scores=scores)
 
@@ -254,7 +253,7 @@ def test_marks_of_scores_that_are_far(on_cpu: Run, kind: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 4, 100])
 def test_scores_of_few_tokens_are_no_more_in_larger_steps(tokens: int) -> None:
     """What a step holds is asked for the most tokens of all steps."""
-    use = use_of(paged_select_sample(Draw(BRAIN, CPU), [(1, 9)] * tokens, heads=8, size=32, count=4, page_size=16))
+    use = use_of(paged_select_sample(Draw(BRAIN, CPU), [(1, 9)] * tokens, heads=8, size=64, count=4, page_size=16))
     held, slots = (symbols.evaluate(each, {}) for each in (selection.token_bytes(use), slots_of(use)))
 
     assert held == 4 * min(tokens, selection.FEW_TOKENS) * slots
@@ -325,7 +324,7 @@ def run(sample: Sample) -> dict[str, torch.Tensor]:
         ([(1, 131071), (1, 70000)], 64, 128, 2048, 16),
         ([(1, 3000 + 17 * i) for i in range(70)], 32, 128, 512, 8),
         ([(33, 4000), (1, 300), (1, 299)], 16, 64, 299, 5),
-        ([(1, 420000)], 8, 32, 2048, 64),
+        ([(1, 420000)], 8, 64, 2048, 64),
         ([(9, 30000), (6, 70)], 64, 128, 2048, 16),
         ([(5, 3000), (7, 2500)], 128, 128, 100, 16),
         ([(5, 3000), (7, 2500)], 8, 64, 100, 16),
@@ -350,17 +349,17 @@ def test_sequences(
 def test_scores_of_all_kinds_on_a_gpu(hopper: torch.device, kind: str) -> None:
     """A key's first element is its score, to the digits that bfloat16 has."""
     scores = drawn_scores(kind, 150000).to(BRAIN).to(hopper)
-    sample = paged_select_sample(Draw(BRAIN, hopper), [(1, 150000)], heads=8, size=32, count=2048, page_size=16)
+    sample = paged_select_sample(Draw(BRAIN, hopper), [(1, 150000)], heads=8, size=64, count=2048, page_size=16)
     scored = scores[:, None].repeat(1, 2)
     scored[:, 1] *= -1
     pages = sample["page_indices"].long()
-    flat = torch.zeros(len(sample["cache"]) * 16, 32, dtype=BRAIN, device=hopper)
+    flat = torch.zeros(len(sample["cache"]) * 16, 64, dtype=BRAIN, device=hopper)
     slots = (pages[:, None] * 16 + torch.arange(16, device=hopper)).flatten()[: len(scores)]
     flat[slots, :2] = scored
     q, weights = torch.zeros_like(sample["q"]), torch.zeros_like(sample["weights"])
     q[0, 0, 0, 0] = q[0, 0, 1, 1] = 1
     weights[0, 0, 0], weights[0, 0, 1] = 1, -1
-    sample |= {"cache": flat.view(-1, 16, 32), "q": q, "weights": weights, "scale": 1.0}
+    sample |= {"cache": flat.view(-1, 16, 64), "q": q, "weights": weights, "scale": 1.0}
     expected = paged_select_keys(**sample)
     for name, found in run(sample).items():
         assert torch.equal(found, expected), name
