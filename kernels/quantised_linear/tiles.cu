@@ -17,6 +17,7 @@
 // Defines, besides those of few_bits_tiles.cuh:
 //   SUMS_APART       sum_tiles adds up parts of tiles, which takes less time of many rows
 //   WINDOWS=n        inputs are a multiple of 128 * WINDOWS
+//   AT_ONCE=n        blocks that a multiprocessor has room for: 1 or 2
 //   BIAS             bias[outputs] is added before y is rounded
 //   SCALED_ROWS=n    so many rows have the same scales: scales[outputs / SCALED_ROWS, groups or 1]
 //   GLOBAL=n         sums are multiplied by global_scale[n > 1 ? outputs : 1], float32
@@ -28,6 +29,12 @@
 #include "ring.cuh"
 #include "warp_group.cuh"
 #include "few_bits_tiles.cuh"
+
+// Registers of a thread at first, and when those that copy have given some of theirs to those that multiply.
+constexpr int REGISTERS = 65536 / (AT_ONCE * THREADS) / 8 * 8;
+constexpr int COPYING_REGISTERS = AT_ONCE == 1 ? 40 : 32, MULTIPLYING_REGISTERS = AT_ONCE == 1 ? 232 : 104;
+static_assert((THREADS - MULTIPLYING) * COPYING_REGISTERS + MULTIPLYING * MULTIPLYING_REGISTERS <= THREADS * REGISTERS,
+              "what is taken has been given");
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
@@ -270,7 +277,7 @@ __device__ __forceinline__ void multiply_tiles(
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) product_tiles(
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) product_tiles(
     Element* y, float4* parts, u32* counters, const Element* image, const unsigned char* values, const Scale* scales,
     const u32* points, const float* global_scale, const Element* bias, i64 rows, i64 outputs, i64 inputs, i64 w_stages,
     i64 x_stages) {
@@ -293,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) product_tiles(
   }
   sync_block();
   if (warp >= W_WARP) {
-    give_registers();
+    give_registers<COPYING_REGISTERS>();
     if (warp < X_WARP) {
       produce_weights(w, units, w_ring);
     } else if (warp == X_WARP) {
@@ -301,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) product_tiles(
       if (threadIdx.x % 32 == 0) produce_x(image, units, x_ring);
     }
   } else {
-    take_registers();
+    take_registers<MULTIPLYING_REGISTERS>();
     wait_for_kernel_in_front();
     multiply_tiles(y, parts, counters, w, units, (int)rows, w_ring, x_ring, head.is_last);
   }

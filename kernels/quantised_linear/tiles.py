@@ -27,7 +27,8 @@ _THREADS, _MULTIPLYING, _LAYING = 384, 256, 256
 """Threads of a block, those of it that multiply, and those of one that lays the input."""
 _ADDED_AT_ONCE = 32
 """Rows of which the last block that has a part of a tile adds up all parts; of more a kernel does."""
-_NUM_SMS, _SHARED_BYTES, _HEAD_BYTES = 132, 227 << 10, 640
+_NUM_SMS, _SHARED_BYTES, _HEAD_BYTES = 132, (227 << 10, 113 << 10), 640
+"""Shared memory: of a block that has a multiprocessor to itself, and of one of two."""
 _MOST_STAGES = 16
 _X_STAGES = {16: 8, 32: 6, 64: 4, 128: 3, 256: 3}
 """Stages of the input at least that a block holds, by columns; the weight gets what is left, and they the rest."""
@@ -78,11 +79,12 @@ def _lies(use: Use) -> _Lies | None:
 
 
 class Plan(NamedTuple):
-    """Rows of the input in a tile; `windows` of a stage of the weight, stages of the weight and of the input in shared
-    memory, tiles, blocks, and the shared memory that one fills."""
+    """Rows of the input in a tile; `windows` of a stage of the weight, blocks that a multiprocessor has room for, stages of
+    the weight and of the input in shared memory, tiles, blocks, and the shared memory that one fills."""
 
     columns: int
     windows: int
+    at_once: int
     w_stages: int
     x_stages: int
     tiles: int
@@ -95,20 +97,27 @@ class Plan(NamedTuple):
         return 4 * _TILE * self.columns
 
 
-def plan_of(rows: int, outputs: int, inputs: int, bits: int, *, in_steps: bool = False, blocks: int = _NUM_SMS) -> Plan:
-    """The plan for up to so many of `ROWS`, of a layer with a multiple of 128 inputs, over as many blocks at most."""
+def plan_of(
+    rows: int, outputs: int, inputs: int, bits: int, *, in_steps: bool = False, blocks: int | None = None
+) -> Plan:
+    """The plan for up to so many of `ROWS`, of a layer with a multiple of 128 inputs, over as many blocks at most; None:
+    as a GPU has room for."""
     columns = min(rows, _MOST_IN_STEPS) if in_steps else rows
+    # Of four bits and few rows what a block does for each value takes longer than to read it. A second one helps; of more
+    # rows it has more sums to leave than that is worth.
+    at_once = 2 if bits == 4 and columns == ROWS[0] else 1
+    blocks = at_once * _NUM_SMS if blocks is None else blocks
     windows = next(each for each in (16 // bits, 8 // bits, 1) if inputs // _WINDOW % each == 0)
     row = windows * _WINDOW * bits // 8
     w_stage = _TILE * (row + 64 if row % 256 == 0 else row)
     x_stage = 32 * columns * (_PRODUCTS if columns <= 128 else _PRODUCTS // 2)
-    room = _SHARED_BYTES - _HEAD_BYTES
+    room = _SHARED_BYTES[at_once - 1] - _HEAD_BYTES
     tiles = -(-outputs // _TILE) * (rows // columns)
     units = tiles * (inputs // (_WINDOW * windows))
     w_stages = min((room - _X_STAGES[columns] * x_stage) // w_stage, _MOST_STAGES, max(units // blocks + 1, 2))
     x_stages = min((room - w_stages * w_stage) // x_stage, _MOST_STAGES)
     used = _HEAD_BYTES + w_stages * w_stage + x_stages * x_stage
-    return Plan(columns, windows, w_stages, x_stages, tiles, min(blocks, units), used)
+    return Plan(columns, windows, at_once, w_stages, x_stages, tiles, min(blocks, units), used)
 
 
 def _is_static(use: Use) -> bool:
@@ -208,7 +217,7 @@ def _constants(use: Use, lies: _Lies, plan: Plan) -> dict[str, int | float | boo
         of_all = 1 if use.number("global_scale", 0) == 1 else 2
     return {
         lies.kind: True, "FLOAT16": use.dtype == "float16", "BIAS": use.has("bias"), "POINTS": use.has("zeros"),
-        "COLUMNS": plan.columns, "WINDOWS": plan.windows,
+        "COLUMNS": plan.columns, "WINDOWS": plan.windows, "AT_ONCE": plan.at_once,
         "SUMS_APART": plan.columns > _ADDED_AT_ONCE,
         "SCALED_ROWS": lies.rows, "SCALE": lies.scale, "STEPS": lies.in_steps,
         "GROUP": False if lies.group is None else lies.group,

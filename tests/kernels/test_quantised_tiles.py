@@ -26,6 +26,8 @@ from precast.kernels.use import Use
 
 BLOCK_BYTES = 227 << 10
 """Shared memory that a block may have on Hopper."""
+MULTIPROCESSOR_BYTES = 228 << 10
+"""Of a multiprocessor, with 1 KiB for each block."""
 HOPPER = (9, 0)
 RECORDS = {record.name for record in records()}
 HERE = Path(__file__).parent
@@ -128,6 +130,7 @@ def test_plans_fit_into_shared_memory_and_hold_two_stages(rows: int, bits: int, 
         plan = plan_of(rows, outputs, inputs, bits, in_steps=in_steps)
 
         assert plan.shared_bytes <= BLOCK_BYTES
+        assert plan.at_once * (plan.shared_bytes + 1024) <= MULTIPROCESSOR_BYTES
         assert plan.w_stages >= 2 <= plan.x_stages
         assert inputs % (128 * plan.windows) == 0
 
@@ -174,7 +177,8 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
         bits, in_steps = 4 if "4" in kind.split()[0] else 8, "-DSTEPS" in kind
         plan = plan_of(most, outputs, inputs, bits, in_steps=in_steps, blocks=blocks)
         numbers = (rows, outputs, inputs, plan.w_stages, plan.x_stages, plan.grid, plan.shared_bytes)
-        more = f"-DCOLUMNS={plan.columns} -DWINDOWS={plan.windows}{' -DSUMS_APART' if apart else ''}"
+        more = f"-DCOLUMNS={plan.columns} -DWINDOWS={plan.windows} -DAT_ONCE={plan.at_once}"
+        more += " -DSUMS_APART" if apart else ""
         done = subprocess.run(
             [built(f"{kind} {more}"), *map(str, numbers)], capture_output=True, text=True, timeout=300
         )
