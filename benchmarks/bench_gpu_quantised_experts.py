@@ -51,7 +51,7 @@ from support.quantised_layers import (
 from precast.kernels.choices import resolve
 from precast.kernels.records import Launch
 
-TOKENS = (1, 8, 64, 256, 4096)
+TOKENS = (1, 8, 32, 64, 256, 4096)
 SLACK, MICROSECONDS = 1.5, 10.0
 Layers = list[dict[str, torch.Tensor]]
 

@@ -53,9 +53,9 @@ class Few(NamedTuple):
 
 
 FEW, MORE = Few(8, 128, 8), Few(64, 256, 16)
-STEPS = (FEW, Few(16, 128, 8), Few(32, 256, 16), MORE)
-"""Of 8 pairs of an expert at a time up to 16 tokens, then of 16, as long as a block can sort all pairs: the faster ones
-of GPT-OSS with 8, 16 and 64 tokens."""
+STEPS = (FEW, Few(16, 128, 8), Few(32, 256, 8), MORE)
+"""Of 8 pairs of an expert at a time up to 32 tokens, then of 16, as long as a block can sort all pairs: the faster ones
+of GPT-OSS with 8, 16, 32 and 64 tokens."""
 
 
 class Way(NamedTuple):

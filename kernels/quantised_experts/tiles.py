@@ -20,10 +20,10 @@ from precast.kernels.quantised_experts.rounding import rounding_of
 from precast.kernels.records import Condition, Launch, Pointer, Record
 from precast.kernels.use import Use
 
-STEPS = (128, 256, 1024, 4096, None)
+STEPS = (64, 128, 256, 1024, 4096, None)
 """Tokens of a step at most, None for any number: a record each."""
-_LEAST = 65
-"""Of fewer tokens it is the weight stream, or Triton."""
+_LEAST = 17
+"""Of fewer tokens it is Triton. Up to 64 it is the weight stream, where that takes them."""
 _FILE = "precast.kernels.quantised_experts/tiles.cu"
 _TILE, _WINDOW, _EIGHT_BYTES = 128, 128, 2 * 8 * 128
 """Rows of the weight in a tile, inputs of a window, and bytes of a window of eight rows."""

@@ -79,10 +79,10 @@ CPU = Draw(torch.bfloat16, torch.device("cpu"))
 @pytest.mark.parametrize("format", MAKES)
 def test_it_takes(format: str) -> None:
     sample = sample_of(CPU, MAKES[format])
-    found = {tokens: record_of(sample, tokens) for tokens in (64, 65, 128, 129, 1024, 4097)}
+    found = {tokens: record_of(sample, tokens) for tokens in (16, 17, 64, 65, 128, 129, 1024, 4097)}
 
     assert {tokens: each and each.name.rpartition("_")[2] for tokens, each in found.items()} == {
-        64: None, 65: "128", 128: "128", 129: "256", 1024: "1024", 4097: "tiles",
+        16: None, 17: "64", 64: "64", 65: "128", 128: "128", 129: "256", 1024: "1024", 4097: "tiles",
     }  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def on_gpu(sample: Sample, tokens: int) -> torch.Tensor:
 
 @pytest.mark.gpu
 @each_format
-@pytest.mark.parametrize("tokens", [65, 130, 300, 1500])
+@pytest.mark.parametrize("tokens", [17, 65, 130, 300, 1500])
 def test_it_is_the_definition(make: Make, tokens: int, gpu: Draw, same: Callable[..., None]) -> None:
     """With ids of no expert, and experts that two of a token's pairs go to."""
     sample = sample_of(gpu, make, tokens)
@@ -250,7 +250,7 @@ def test_activations(activation: str, gated: bool, gpu: Draw, same: Callable[...
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [65, 256, 700])
+@pytest.mark.parametrize("tokens", [40, 65, 256, 700])
 def test_a_row_has_the_same_bits_among_others(tokens: int, gpu: Draw) -> None:
     sample = sample_of(gpu, mxfp4, tokens, width=2880, inner=704)
     order = torch.randperm(tokens, device="cuda")
