@@ -40,7 +40,7 @@ from precast.kernels.use import Use
 
 LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs."""
-ROWS = (1, 8, 64, 256, 4096)
+ROWS = (1, 8, 16, 64, 256, 4096)
 TILED_ROWS, TILED_LAYERS = (1, 16, 64), ("o", "gate_up")
 MORE_THAN_L2, MOST_COPIES = 160 << 20, 12
 GROUP = 128

@@ -79,8 +79,8 @@ def _lies(use: Use) -> _Lies | None:
 
 
 class Plan(NamedTuple):
-    """Rows of the input in a tile; `windows` of a stage of the weight, blocks that a multiprocessor has room for, stages of
-    the weight and of the input in shared memory, tiles, blocks, and the shared memory that one fills."""
+    """Rows of the input in a tile; `windows` of a stage of the weight, blocks that are on a multiprocessor at once,
+    stages of the weight and of the input in shared memory, tiles, blocks, and the shared memory that one fills."""
 
     columns: int
     windows: int
@@ -100,11 +100,11 @@ class Plan(NamedTuple):
 def plan_of(
     rows: int, outputs: int, inputs: int, bits: int, *, in_steps: bool = False, blocks: int | None = None
 ) -> Plan:
-    """The plan for up to so many of `ROWS`, of a layer with a multiple of 128 inputs, over as many blocks at most; None:
+    """The plan for up to so many of `ROWS`, of a layer with a multiple of 128 inputs, over as many blocks at most, or
     as a GPU has room for."""
     columns = min(rows, _MOST_IN_STEPS) if in_steps else rows
-    # Of four bits and few rows what a block does for each value takes longer than to read it. A second one helps; of more
-    # rows it has more sums to leave than that is worth.
+    # Of four bits and few rows what a block does for each value takes longer than to read it. A second one helps; of
+    # more rows it has more sums to leave than that is worth.
     at_once = 2 if bits == 4 and columns == ROWS[0] else 1
     blocks = at_once * _NUM_SMS if blocks is None else blocks
     windows = next(each for each in (16 // bits, 8 // bits, 1) if inputs // _WINDOW % each == 0)
