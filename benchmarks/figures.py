@@ -163,7 +163,7 @@ def attention_page() -> str:
         each_op = (f"{row[kind]:,.0f}" for row in ops for kind in ("us", "triton_us", "floor_us"))
         rows.append((whose, *each_op, *together))
     heads = ("sequences x tokens", "selection, us", "in Triton", "at least", "attention, us", "in Triton", "at least",
-             "both, us", "by at least")  # fmt: skip
+             "both, us", "times as long")  # fmt: skip
     return f"One {_read('gpu_sparse_attention')['machine']['gpu']}.\n\n" + _table(heads, rows)
 
 

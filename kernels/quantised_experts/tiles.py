@@ -23,7 +23,7 @@ from precast.kernels.use import Use
 STEPS = (64, 128, 256, 1024, 4096, None)
 """Tokens of a step at most, None for any number: a record each."""
 _LEAST = 17
-"""Of fewer tokens it is Triton. Up to 64 it is the weight stream, where that takes them."""
+"""Of fewer tokens Triton is as fast. Up to 64 the weight stream is faster, where it takes them."""
 _FILE = "precast.kernels.quantised_experts/tiles.cu"
 _TILE, _WINDOW, _EIGHT_BYTES = 128, 128, 2 * 8 * 128
 """Rows of the weight in a tile, inputs of a window, and bytes of a window of eight rows."""

@@ -103,8 +103,8 @@ def plan_of(
     """The plan for up to so many of `ROWS`, of a layer with a multiple of 128 inputs, over as many blocks at most, or
     as a GPU has room for."""
     columns = min(rows, _MOST_IN_STEPS) if in_steps else rows
-    # Of four bits and few rows what a block does for each value takes longer than to read it. A second one helps; of
-    # more rows it has more sums to leave than that is worth.
+    # Of four bits what a block does for each value takes longer than to read it: a second block helps. With more rows
+    # that is lost again, as twice as many write parts of tiles, which are larger.
     at_once = 2 if bits == 4 and columns == ROWS[0] else 1
     blocks = at_once * _NUM_SMS if blocks is None else blocks
     windows = next(each for each in (16 // bits, 8 // bits, 1) if inputs // _WINDOW % each == 0)

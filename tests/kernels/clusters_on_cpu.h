@@ -2,10 +2,11 @@
 // the other as fibers, their shared memory, copies, and matrix instructions of a warp.
 //
 // The kernel's source is included without the functions that are PTX, which are written here in C++. Shared memory is
-// NaN before. What the kernel in front writes (`Written`) is what was there before until threads wait for that kernel, if
-// it can be all of them. Copies arrive at once, or as late as they may: when they are waited for.
+// NaN before. What the kernel in front writes (`Written`) is what was there before until all threads wait for that
+// kernel. Copies arrive at once, or as late as they may: when they are waited for.
 //
-// Define CLUSTER, 1 where there are none; and FLOAT16 as for the sources.
+// Define CLUSTER, 1 where there are none; and FLOAT16 as for the sources. Where threads wait for what others do after they
+// have waited for the kernel in front, define TURNS_IN_FRONT: it ends after so many turns of the first one that waits.
 
 #pragma once
 
@@ -228,12 +229,13 @@ static void write_all() {
   for (const Written& each : written) memcpy(each.to, each.after, each.bytes);
 }
 inline void let_next_kernel_start() {}
-// It ends when all wait for it; or else after so many turns of one that does, since others may wait for what that one does
-// afterwards.
+#ifndef TURNS_IN_FRONT
+#define TURNS_IN_FRONT -1
+#endif
 static bool has_ended_in_front;
 inline void wait_for_kernel_in_front() {
   const bool is_last = in_front.arrive();
-  for (int turns = 0; !is_last && !has_ended_in_front && turns < 100; turns++) fibers::let_others_run();
+  for (int turns = 0; !is_last && !has_ended_in_front && turns != TURNS_IN_FRONT; turns++) fibers::let_others_run();
   if (!has_ended_in_front) write_all();
   has_ended_in_front = true;
 }

@@ -4,6 +4,9 @@
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
+#ifndef PICKS
+#define TURNS_IN_FRONT 100    // warps that bring keys fill the ring first, which those that have waited empty
+#endif
 #include "clusters_on_cpu.h"
 #include "barriers_on_cpu.h"
 #include "warp_group_on_cpu.h"

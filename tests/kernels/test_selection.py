@@ -118,7 +118,7 @@ def selected(sample: Sample, *, by_token: bool) -> torch.Tensor:
         (BRAIN, 8, 64, 6, 16, Sizes(), {}),
         (HALF, 16, 64, 20, 8, Sizes(blocks=1, near=8), {"padding": 2}),
         (BRAIN, 8, 128, 1, 5, Sizes(blocks=7, stages=4, cluster=1, pickers=4), {"padding": 1}),
-        (HALF, 32, 64, 33, 1, Sizes(blocks=2, cluster=4, pickers=1), {}),
+        (HALF, 128, 64, 33, 1, Sizes(blocks=2, cluster=4, pickers=1), {}),
         (BRAIN, 64, 128, 64, 32, Sizes(blocks=20), {}),
     ],
     ids=str,

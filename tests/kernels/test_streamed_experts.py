@@ -88,7 +88,10 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
     assert {name for name, sample in refused.items() if is_taken(sample)} == set()
 
 
-@pytest.mark.parametrize("few", [streamed.FEW, streamed.MORE], ids=["few", "more"])
+each_step = pytest.mark.parametrize("few", streamed.STEPS, ids=lambda few: str(few.tokens))
+
+
+@each_step
 @pytest.mark.parametrize(
     ("group", "scales", "size_k"),
     [(32, 90, 2880), (16, 128, 2048), (128, 0, 4096), (None, 0, 768), (None, 0, 2048)],
@@ -107,7 +110,7 @@ def test_rows_that_are_too_long_for_registers_are_left_to_others() -> None:
 
 
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
-@pytest.mark.parametrize("few", [streamed.FEW, streamed.MORE], ids=["few", "more"])
+@each_step
 @each_format
 def test_it_compiles_for_hopper(make: Make, few: streamed.Few) -> None:
     up, down, _ = streamed.run(use_of(sample_of(CPU, make)), few)
