@@ -19,6 +19,7 @@
 // Defines, besides FLOAT16 (elements are float16; else bfloat16):
 //   COLUMNS=n        rows of x that a tile has: 16, 32, 64, 128 or 256
 //   WINDOWS=n        windows of a row of w in a stage
+//   AT_ONCE=n        blocks that a multiprocessor has room for: 1 or 2
 //   X_IN_EIGHTS      as above
 // of w, one of
 //   PACKED4          words of eight values of four bits; OFFSET is subtracted, and with POINTS a point
@@ -42,6 +43,11 @@ constexpr int PRODUCTS = WINDOW / 16;           // of a window, each over 16 k
 constexpr int MULTIPLYING = 256, THREADS = MULTIPLYING + 128;
 constexpr int COPYING = 64;                     // threads that copy w
 constexpr int W_WARP = MULTIPLYING / 32, X_WARP = W_WARP + COPYING / 32;
+// Registers of a thread as a block begins; then of those that copy, and that multiply.
+constexpr int REGISTERS = 65536 / (AT_ONCE * THREADS) / 8 * 8;
+constexpr int COPYING_REGISTERS = AT_ONCE == 1 ? 40 : 32, MULTIPLYING_REGISTERS = AT_ONCE == 1 ? 232 : 104;
+static_assert((THREADS - MULTIPLYING) * COPYING_REGISTERS + MULTIPLYING * MULTIPLYING_REGISTERS <= THREADS * REGISTERS,
+              "a block that asks for more waits for ever");
 #if defined(PACKED4) || defined(FP4)
 #define IN_FOUR_BITS
 constexpr int BITS = 4;

@@ -43,6 +43,7 @@
 #include "few_bits.cuh"
 #include "ring.cuh"
 #include "warp_group.cuh"
+#define AT_ONCE 2
 #include "few_bits_tiles.cuh"
 #include "expert_activation.cuh"
 
@@ -64,11 +65,6 @@ constexpr int W_BYTES = SIZE_K / 8 * BITS;                        // of a row of
 constexpr int STEPS_OF_K = (W_BYTES + ROW_BYTES - 1) / ROW_BYTES; // stages of a tile
 constexpr int LAID_WINDOWS = STEPS_OF_K * WINDOWS;                // of a row of x: what is beyond SIZE_K is 0
 constexpr int EIGHT = 8 * WINDOW;                                 // elements of a window of eight rows
-
-// Registers of a thread as a block begins, of two on a multiprocessor; then of those that copy, and that multiply.
-constexpr int REGISTERS = 65536 / (2 * THREADS) / 8 * 8, COPYING_REGISTERS = 32, MULTIPLYING_REGISTERS = 104;
-static_assert((THREADS - MULTIPLYING) * COPYING_REGISTERS + MULTIPLYING * MULTIPLYING_REGISTERS <= THREADS * REGISTERS,
-              "a block that asks for more waits for ever");
 
 #ifdef WIDE
 typedef float Result;
@@ -396,7 +392,7 @@ __device__ __forceinline__ void multiply(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) product_experts(
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) product_experts(
     Result* y, const Element* x, const unsigned char* weights, const Scale* scales, const float* whole,
     const Element* bias, const int* starts, const int* pairs) {
   extern __shared__ __align__(128) unsigned char memory[];

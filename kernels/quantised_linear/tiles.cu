@@ -17,7 +17,6 @@
 // Defines, besides those of few_bits_tiles.cuh:
 //   SUMS_APART       sum_tiles adds up parts of tiles, which takes less time of many rows
 //   WINDOWS=n        inputs are a multiple of 128 * WINDOWS
-//   AT_ONCE=n        blocks that a multiprocessor has room for: 1 or 2
 //   BIAS             bias[outputs] is added before y is rounded
 //   SCALED_ROWS=n    so many rows have the same scales: scales[outputs / SCALED_ROWS, groups or 1]
 //   GLOBAL=n         sums are multiplied by global_scale[n > 1 ? outputs : 1], float32
@@ -29,12 +28,6 @@
 #include "ring.cuh"
 #include "warp_group.cuh"
 #include "few_bits_tiles.cuh"
-
-// Registers of a thread at first, and when those that copy have given some of theirs to those that multiply.
-constexpr int REGISTERS = 65536 / (AT_ONCE * THREADS) / 8 * 8;
-constexpr int COPYING_REGISTERS = AT_ONCE == 1 ? 40 : 32, MULTIPLYING_REGISTERS = AT_ONCE == 1 ? 232 : 104;
-static_assert((THREADS - MULTIPLYING) * COPYING_REGISTERS + MULTIPLYING * MULTIPLYING_REGISTERS <= THREADS * REGISTERS,
-              "what is taken has been given");
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
