@@ -14,14 +14,20 @@ from precast.builder.passes.match.rotary import narrowed, rotated
 aten = torch.ops.aten
 
 _POSITIONS = Cast(Op(aten.unsqueeze.default, Bind("positions"), 2))
-_ANGLES = Mul(_POSITIONS, Cast(Bind("inv_freq")))
+_ROW = Cast(Op(aten.unsqueeze.default, Bind("positions"), 1))
+_OUTER = Op(aten.transpose.int, Op(aten.matmul.default, Cast(Bind("column")), _ROW), 1, 2)
+_ANGLES = Either(Mul(_POSITIONS, Cast(Bind("inv_freq"))), _OUTER)
+"""Products, or as transformers wrote them until 5.17: a column of frequencies times a row of positions."""
 _HALVES = Op(aten.cat.default, [Bind("angles"), Bind("angles")], 2)
 _PAIRS = Op(aten.repeat_interleave.self_int, Bind("angles"), 2, Either(-1, 2))
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
+@graph_pass(stage="match", version=2, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_rotary_tables(graph: FxGraph, ctx: PassContext) -> bool:
-    """cos(widen(positions * inv_freq)) * scale, and sin likewise -> widen(rotary_tables(positions, inv_freq))."""
+    """cos(widen(positions * inv_freq)) * scale, and sin likewise -> widen(rotary_tables(positions, inv_freq)).
+
+    The angles may be the outer product of both as well, transposed: `(inv_freq @ positions)^T`.
+    """
     changed = False
     for cos in list(graph.nodes):
         if cos.target is not aten.cos.default:
@@ -52,17 +58,22 @@ def _angles(wide: FxNode, ctx: PassContext) -> Bindings | None:
 
 def _are_of_positions(found: Bindings, ctx: PassContext) -> bool:
     """Whether positions and float32 frequencies were found, of these one set or one for each token."""
-    if not isinstance(found["positions"], FxNode) or not isinstance(found["inv_freq"], FxNode):
+    frequencies = found.get("inv_freq", found.get("column"))
+    if not isinstance(found["positions"], FxNode) or not isinstance(frequencies, FxNode):
         return False
-    positions, inv_freq = tensor(found["positions"]), tensor(found["inv_freq"])
+    positions, inv_freq = tensor(found["positions"]), tensor(frequencies)
     if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32:
         return False
+    if "column" in found:
+        return inv_freq.dim() == 3 and inv_freq.shape[0] == inv_freq.shape[2] == 1
     return inv_freq.dim() == 1 or ctx.shape(inv_freq)[:-1] == ctx.shape(positions)
 
 
 def _tables(ctx: PassContext, found: Bindings, scale: float, dtype: torch.dtype) -> tuple[FxNode, FxNode]:
     tables = torch.ops.precast.rotary_tables.default
-    both = ctx.call(tables, found["positions"], found["inv_freq"], scale=scale, dtype=dtype)
+    column = found.get("column")
+    inv_freq = found["inv_freq"] if column is None else ctx.call(aten.reshape.default, column, [-1])
+    both = ctx.call(tables, found["positions"], inv_freq, scale=scale, dtype=dtype)
     return ctx.item(both, 0), ctx.item(both, 1)
 
 
@@ -103,7 +114,7 @@ _PRODUCT = Mul(_COMPLEX, Op(aten.unsqueeze.default, Bind("turns"), Number("heads
 _COMPLEX_ROTATION = Op(aten.reshape.default, Op(aten.view_as_real.default, _PRODUCT), Bind("shape"))
 
 
-@graph_pass(stage="match", version=1, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
+@graph_pass(stage="match", version=2, requires=("remove_noops", "normalise_views"), before=(one_spelling_of_views,))
 def match_complex_rotary(graph: FxGraph, ctx: PassContext) -> bool:
     """real(complex(x) * polar(1, positions * inv_freq)) -> rotary(x, rotary_tables(positions, inv_freq), interleaved).
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fx_text import apply, assert_leaves, assert_rewrites
 
@@ -59,6 +61,54 @@ def test_tables_of_pairs(dim: str) -> None:
         return v3, v4
         """,
     )
+
+
+OUTER = """
+positions: input({positions}, 1, T)
+inv_freq: {inv_freq}
+row = aten.unsqueeze(positions, {dim})
+wide = aten.to.dtype(row, float32)
+product = aten.matmul({factors})
+angles = aten.transpose.int(product, 1, 2)
+both = aten.cat([angles, angles], 2)
+c = aten.cos(both)
+s = aten.sin(both)
+return c, s
+"""
+COLUMN = {
+    "positions": "int64", "inv_freq": "constant(float32, [[[1.0], [0.5], [0.25]]])", "dim": 1,
+    "factors": "inv_freq, wide",
+}  # fmt: skip
+
+
+def test_tables_of_an_outer_product() -> None:
+    assert_rewrites(
+        match_rotary_tables,
+        OUTER.format(**COLUMN),
+        """
+        v0 = aten.reshape.default(inv_freq, [-1])
+        v1 = precast.rotary_tables(positions, v0, scale=1.0, dtype=float32)
+        v2 = v1[0]
+        v3 = v1[1]
+        v4 = aten.cat.default([v2, v2], 2)
+        v5 = aten.cat.default([v3, v3], 2)
+        return v4, v5
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        pytest.param({"positions": "float32"}, id="positions that are no integers"),
+        pytest.param(
+            {"dim": 2, "factors": "wide, inv_freq", "inv_freq": "constant(float32, [[[1.0, 0.5]]])"}, id="turned"
+        ),
+        pytest.param({"inv_freq": "constant(float32, [[1.0], [0.5], [0.25]])"}, id="frequencies without a batch"),
+    ],
+)
+def test_near_outer_products(differs: dict[str, Any]) -> None:
+    assert_leaves(match_rotary_tables, OUTER.format(**{**COLUMN, **differs}))
 
 
 def test_frequencies_of_each_token() -> None:
