@@ -1,4 +1,5 @@
-// Tiles of 128 rows of a weight w in few bits, by two warp groups: what they are made of, however tiles are shared out.
+// Tiles of 128 or 256 rows of a weight w in few bits, by two warp groups: what they are made of, however tiles are
+// shared out.
 //
 // Values are made in registers, where the tensor cores of a warp group take one of their operands from (wgmma): w is
 // never written. Two warps copy rows of w into a ring in shared memory, WINDOWS windows at a time, and one more copies x
@@ -20,6 +21,8 @@
 //   COLUMNS=n        rows of x that a tile has: 16, 32, 64, 128 or 256
 //   WINDOWS=n        windows of a row of w in a stage
 //   AT_ONCE=n        blocks that a multiprocessor has room for: 1 or 2
+//   BANDS=n          bands of 128 rows of w that a tile has, 1 or 2: each is multiplied with the x that is there; two
+//                    without STEPS, and with up to 128 rows of x
 //   X_IN_EIGHTS      as above
 // of w, one of
 //   PACKED4          words of eight values of four bits; OFFSET is subtracted, and with POINTS a point
@@ -37,7 +40,8 @@
 
 #pragma once
 
-constexpr int TILE = 128;                       // rows of w in a tile
+constexpr int BAND = 128;                       // rows of w that two warp groups multiply at a time
+constexpr int TILE = BANDS * BAND;              // rows of w in a tile
 constexpr int WINDOW = 128;                     // k that four threads read of a row at once
 constexpr int PRODUCTS = WINDOW / 16;           // of a window, each over 16 k
 constexpr int MULTIPLYING = 256, THREADS = MULTIPLYING + 128;
@@ -66,7 +70,9 @@ constexpr int X_STAGE = X_PRODUCTS * 16 * COLUMNS * 2;
 constexpr int BATCH = 4;                        // products that are asked for together
 constexpr int WIDTH = COLUMNS > 128 ? 128 : COLUMNS;                        // columns of one instruction
 constexpr int TIMES = COLUMNS / WIDTH;
-constexpr int SUMS = COLUMNS / 2;               // that a thread has
+constexpr int SUMS = COLUMNS / 2;               // that a thread has of a band
+constexpr int ALL_SUMS = BANDS * SUMS;
+static_assert(BANDS == 1 || X_PRODUCTS == PRODUCTS, "a stage of x is there for all bands");
 constexpr int MAX_STAGES = 16;
 #ifdef GROUP
 // Neighbours of a row that a thread has in a window, and where the next ones begin; groups that these lie in.
@@ -190,7 +196,7 @@ struct Ring {
 // of CUDA 13.0 may leave it out of the lanes' addresses, and then encodes no legal instruction.
 __device__ __forceinline__ u32 begin_of(const Ring& ring) { return __shfl_sync(0xffffffff, ring.begin, 0); }
 
-// Where the i-th sum of a thread stands in a tile.
+// Where the i-th sum of a thread stands in a band.
 __device__ __forceinline__ int row_of(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
 __device__ __forceinline__ int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
@@ -274,10 +280,11 @@ struct Multiplier {
   }
 
   // Adds the products of a stage to a thread's sums, which are none yet where `adds` is 0. They are its own again after
-  // `finish`, and with STEPS at once.
-  __device__ __forceinline__ void add_stage(float (&sums)[SUMS], const Scales& scales, int& adds) {
+  // `finish`, and with STEPS at once. `scales` are those of each band.
+  __device__ __forceinline__ void add_stage(float (&sums)[ALL_SUMS], const Scales (&scales)[BANDS], int& adds) {
     const int lane = threadIdx.x % 32;
 #ifdef STEPS
+    static_assert(BANDS == 1, "there are registers for the sums of one");
     float of_window[SUMS];
     float* const target = of_window;
 #else
@@ -288,49 +295,57 @@ struct Multiplier {
     const int odd = EXCHANGED ? lane / 4 % 2 : 0;
 #pragma unroll
     for (int window = 0; window < WINDOWS; window++) {
-      u32 words[2][4 * LOADS];
-#pragma unroll
-      for (int i = 0; i < 2 * LOADS; i++) {
-        u32 four[4];
-        load_words(four, stage + i / LOADS * 8 * PITCH + ((window * LOADS + i % LOADS) ^ odd) * 64);
-#pragma unroll
-        for (int j = 0; j < 4; j++) words[i / LOADS][i % LOADS * 4 + j] = four[j];
-      }
-      if (window == WINDOWS - 1) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(w_ring.empty + w_place.at * 8);
-        w_place.advance(w_ring.stages);
-      }
 #ifdef STEPS
       adds = 0;
 #endif
 #pragma unroll
-      for (int batch = 0; batch < PRODUCTS / BATCH; batch++) {
-        make_values(a[batch], words, scales, window, batch * BATCH);
-        const int in_stage = batch * BATCH % X_PRODUCTS;
-        if (in_stage == 0) barrier_wait(x_ring.full + x_place.at * 8, x_place.parity);
-        const u64 x = described_x(x_ring.begin + x_place.at * X_STAGE) + in_stage * PRODUCT_APART;
-        let_products_begin();
+      for (int band = 0; band < BANDS; band++) {
+        const u32 row = stage + band * BAND * PITCH;
+        u32 words[2][4 * LOADS];
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
+        for (int i = 0; i < 2 * LOADS; i++) {
+          u32 four[4];
+          load_words(four, row + i / LOADS * 8 * PITCH + ((window * LOADS + i % LOADS) ^ odd) * 64);
 #pragma unroll
-          for (int j = 0; j < TIMES; j++)
-            multiply_group<WIDTH>(
-                target + j * (WIDTH / 2), a[batch][i], x + i * PRODUCT_APART + j * (WIDTH / 8 * EIGHT_APART), adds);
-          adds = 1;
+          for (int j = 0; j < 4; j++) words[i / LOADS][i % LOADS * 4 + j] = four[j];
         }
-        end_batch();
-        wait_for_batches<1>();
-        if (in_stage == 0) release_x();    // that of the batch in front
-        if (in_stage + BATCH == X_PRODUCTS) {
-          held = x_place.at;
-          x_place.advance(x_ring.stages);
+        if (window == WINDOWS - 1 && band == BANDS - 1) {
+          __syncwarp();
+          if (lane == 0) barrier_arrive(w_ring.empty + w_place.at * 8);
+          w_place.advance(w_ring.stages);
+        }
+        int adds_now = adds;
+#pragma unroll
+        for (int batch = 0; batch < PRODUCTS / BATCH; batch++) {
+          make_values(a[batch], words, scales[band], window, batch * BATCH);
+          const int in_stage = batch * BATCH % X_PRODUCTS;
+          const bool is_new = in_stage == 0 && band == 0;
+          if (is_new) barrier_wait(x_ring.full + x_place.at * 8, x_place.parity);
+          const u64 x = described_x(x_ring.begin + x_place.at * X_STAGE) + in_stage * PRODUCT_APART;
+          let_products_begin();
+#pragma unroll
+          for (int i = 0; i < BATCH; i++) {
+#pragma unroll
+            for (int j = 0; j < TIMES; j++)
+              multiply_group<WIDTH>(
+                  target + band * SUMS + j * (WIDTH / 2), a[batch][i],
+                  x + i * PRODUCT_APART + j * (WIDTH / 8 * EIGHT_APART), adds_now);
+            adds_now = 1;
+          }
+          end_batch();
+          wait_for_batches<1>();
+          if (is_new) release_x();    // that of the batch in front
+          if (in_stage + BATCH == X_PRODUCTS && band == BANDS - 1) {
+            held = x_place.at;
+            x_place.advance(x_ring.stages);
+          }
         }
       }
+      adds = 1;
 #ifdef STEPS
       finish();
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) sums[i] += of_window[i] * as_float(scales.scales[window][i / 2 % 2][0]);
+      for (int i = 0; i < SUMS; i++) sums[i] += of_window[i] * as_float(scales[0].scales[window][i / 2 % 2][0]);
 #endif
     }
   }

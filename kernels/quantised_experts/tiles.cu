@@ -11,10 +11,10 @@
 // expert's reach. What of an eight is no row is never written, and no result is made of it: columns of a product don't
 // meet.
 //
-// What a block does. Units of work are a tile of 128 rows of an expert's weight and up to COLUMNS of its rows, numbered
-// expert by expert, those with the same weights one after the other; a block takes every gridDim.x-th, and all k of it.
-// So a row of y depends on its row of x and on the weights alone, bit for bit. A multiprocessor has two blocks: while one
-// makes values of w, the other's are multiplied.
+// What a block does. Units of work are a tile of an expert's weight and up to COLUMNS of its rows, numbered expert by
+// expert, those with the same weights one after the other; a block takes every gridDim.x-th, and all k of it. So a row of
+// y depends on its row of x and on the weights alone, bit for bit. A multiprocessor has two blocks: while one makes values
+// of w, the other's are multiplied. Or it has one, and tiles of more rows: it reads less to make as many products.
 //
 // Programmatic dependent launch: weights, scales and bias must not be written by a kernel in front. With STARTS_ARE_NEW
 // a kernel in front may still write where experts' rows start: the kernel waits for it, and then lets the next one start.
@@ -43,7 +43,6 @@
 #include "few_bits.cuh"
 #include "ring.cuh"
 #include "warp_group.cuh"
-#define AT_ONCE 2
 #include "few_bits_tiles.cuh"
 #include "expert_activation.cuh"
 
@@ -281,11 +280,12 @@ __device__ __forceinline__ void produce_x(const Element* x, const Head& head, co
 struct Finish {
   float times[2], plus[2];
 
+  Finish() = default;
   __device__ __forceinline__ Finish(
-      const Unit& unit, [[maybe_unused]] const Scale* scales, [[maybe_unused]] const float* whole,
+      const Unit& unit, int first, [[maybe_unused]] const Scale* scales, [[maybe_unused]] const float* whole,
       [[maybe_unused]] const Element* bias) {
     for (int half = 0; half < 2; half++) {
-      const int row = min(unit.weight_row(row_of(2 * half)), ROWS - 1);
+      const int row = min(unit.weight_row(first + row_of(2 * half)), ROWS - 1);
       [[maybe_unused]] const i64 of_all = (i64)unit.expert * ROWS + row;
       times[half] = 1, plus[half] = 0;
 #ifdef FP4
@@ -325,35 +325,41 @@ __device__ __forceinline__ void lay_two(Element* y, const Unit& unit, int n, int
 }
 #endif
 
-// A warp group: 64 rows of each tile.
+// A warp group: 64 rows of each band of a tile.
 __device__ __forceinline__ void multiply(
     Result* y, const Head& head, [[maybe_unused]] const int* pairs, const Scale* scales, const float* whole,
     const Element* bias, const Ring& w_ring, const Ring& x_ring) {
   Multiplier multiplier(w_ring, x_ring);
-  const auto load = [&](Scales& made, const Unit& unit, int step) {
-    ScaledRow rows[2] = {};
+  const auto load = [&](Scales (&made)[BANDS], const Unit& unit, int step) {
+#pragma unroll
+    for (int band = 0; band < BANDS; band++) {
+      ScaledRow rows[2] = {};
 #ifdef GROUP
-    for (int half = 0; half < 2; half++) {
-      const int row = min(unit.weight_row(row_of(2 * half)), ROWS - 1);
-      rows[half].scales = scales + ((i64)unit.expert * SCALE_ROWS + row / SCALED_ROWS) * GROUPS;
-    }
+      for (int half = 0; half < 2; half++) {
+        const int row = min(unit.weight_row(band * BAND + row_of(2 * half)), ROWS - 1);
+        rows[half].scales = scales + ((i64)unit.expert * SCALE_ROWS + row / SCALED_ROWS) * GROUPS;
+      }
 #endif
-    made.load(rows, step * WINDOWS * WINDOW, SIZE_K - 1);
+      made[band].load(rows, step * WINDOWS * WINDOW, SIZE_K - 1);
+    }
   };
   Unit unit(head), after = unit;
-  Scales next;
+  Scales own[BANDS], next[BANDS];
   if (unit.is_there()) load(next, unit, 0);
   for (; unit.is_there(); unit = after) {
     after.advance();
-    const Finish finish(unit, scales, whole, bias);
-    float sums[SUMS];
+    Finish finish[BANDS];
+#pragma unroll
+    for (int band = 0; band < BANDS; band++) finish[band] = Finish(unit, band * BAND, scales, whole, bias);
+    float sums[ALL_SUMS];
 #ifdef STEPS
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sums[i] = 0;
 #endif
     int adds = 0;
     for (int step = 0; step < STEPS_OF_K; step++) {
-      const Scales own = next;
+#pragma unroll
+      for (int band = 0; band < BANDS; band++) own[band] = next[band];
       if (step + 1 < STEPS_OF_K)
         load(next, unit, step + 1);
       else if (after.is_there())
@@ -362,31 +368,35 @@ __device__ __forceinline__ void multiply(
     }
     multiplier.finish();
 #pragma unroll
-    for (int i = 0; i < SUMS; i += 4) {
-      const int m = column_of(i), n = unit.column(row_of(0));
+    for (int band = 0; band < BANDS; band++) {
+      const int n = unit.column(band * BAND + row_of(0));
+#pragma unroll
+      for (int i = band * SUMS; i < (band + 1) * SUMS; i += 4) {
+        const int m = column_of(i - band * SUMS);
 #ifdef GATED
-      const float made[2] = {activated(finish(sums[i], 0), finish(sums[i + 2], 1)),
-                             activated(finish(sums[i + 1], 0), finish(sums[i + 3], 1))};
+        const float made[2] = {activated(finish[band](sums[i], 0), finish[band](sums[i + 2], 1)),
+                               activated(finish[band](sums[i + 1], 0), finish[band](sums[i + 3], 1))};
 #else
-      const float made[4] = {activated(finish(sums[i], 0), 0), activated(finish(sums[i + 1], 0), 0),
-                             activated(finish(sums[i + 2], 1), 0), activated(finish(sums[i + 3], 1), 0)};
+        const float made[4] = {activated(finish[band](sums[i], 0), 0), activated(finish[band](sums[i + 1], 0), 0),
+                               activated(finish[band](sums[i + 2], 1), 0), activated(finish[band](sums[i + 3], 1), 0)};
 #endif
 #pragma unroll
-      for (int half = 0; half < 2 / HALVES; half++) {
+        for (int half = 0; half < 2 / HALVES; half++) {
 #ifdef LAYS
-        lay_two(y, unit, n + 8 * half, m, made[2 * half], made[2 * half + 1]);
+          lay_two(y, unit, n + 8 * half, m, made[2 * half], made[2 * half + 1]);
 #else
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-          if (m + j < unit.count && n + 8 * half < SIZE_N) {
-            Result& to = y[(i64)pairs[unit.row + m + j] * SIZE_N + n + 8 * half];
+          for (int j = 0; j < 2; j++)
+            if (m + j < unit.count && n + 8 * half < SIZE_N) {
+              Result& to = y[(i64)pairs[unit.row + m + j] * SIZE_N + n + 8 * half];
 #ifdef WIDE
-            to = made[2 * half + j];
+              to = made[2 * half + j];
 #else
-            to = rounded(made[2 * half + j]);
+              to = rounded(made[2 * half + j]);
 #endif
-          }
+            }
 #endif
+        }
       }
     }
   }

@@ -25,43 +25,51 @@ STEPS = (64, 128, 256, 1024, 4096, None)
 _LEAST = 17
 """Of fewer tokens Triton is as fast. Up to 64 the weight stream is faster, where it takes them."""
 _FILE = "precast.kernels.quantised_experts/tiles.cu"
-_TILE, _WINDOW, _EIGHT_BYTES = 128, 128, 2 * 8 * 128
-"""Rows of the weight in a tile, inputs of a window, and bytes of a window of eight rows."""
+_BAND, _WINDOW, _EIGHT_BYTES = 128, 128, 2 * 8 * 128
+"""Rows of the weight in a band of a tile, inputs of a window, and bytes of a window of eight rows."""
 _THREADS, _LAYING, _WINDOWS_LAID = 384, 256, 8
 """Threads of a block, and of one that lays rows, which has so many windows."""
-_BLOCKS, _SHARED_BYTES, _BARRIER_BYTES, _MOST_STAGES = 2 * 132, 113 << 10, 512, 16
-"""Two blocks for each multiprocessor of Hopper's GPUs, and what they may have of shared memory."""
-_COLUMNS = ((16, 6.0), (32, 20.0), (64, None))
-"""Rows of a tile, of experts that have so many on average at most. Of GPT-OSS's experts 128 took longer, with
-64 to 4,096 tokens (H100)."""
-_X_STAGES = {16: 6, 32: 5, 64: 3}
+_NUM_SMS, _BARRIER_BYTES, _MOST_STAGES = 132, 512, 16
+_SHARED_BYTES = (227 << 10, 113 << 10)
+"""What a block may have of shared memory, alone on a multiprocessor of Hopper's GPUs, and where there are two."""
+_TILES = ((16, 1, 6.0), (32, 1, 20.0), (64, 1, 200.0), (128, 2, None))
+"""Rows of a tile, and bands of rows of the weight, of experts that have so many rows on average at most. Two bands are
+those of four bits: rows of a weight of eight are twice as large."""
+_ALONE = 128
+"""Rows of a tile, counted for each band, from which on a block is alone on its multiprocessor, for its registers."""
+_X_STAGES = {16: 6, 32: 5, 64: 3, 128: 3}
 """Stages of the rows at least that a block holds; the weight gets what is left."""
 _MOST_EXPERTS = 1024
 _HALF: tuple[Dtype, ...] = ("bfloat16", "float16")
 
 
 class Plan(NamedTuple):
-    """Rows of a tile, windows of a stage of the weight, stages of it and of the rows, and the shared memory that a
-    block fills."""
+    """Rows of a tile, bands of the weight in it, blocks that are on a multiprocessor at once, windows of a stage of the
+    weight, stages of it and of the rows, and the shared memory that a block fills."""
 
     columns: int
+    bands: int
+    at_once: int
     windows: int
     w_stages: int
     x_stages: int
     shared_bytes: int
 
 
-def plan_of(average: float | None, bits: int, num_experts: int) -> Plan:
-    """The plan for experts that have so many rows on average at most; None: any number."""
-    columns = next(columns for columns, most in _COLUMNS if most is None or (average is not None and average <= most))
-    windows = 8 // bits
-    w_stage = _TILE * 128
-    x_stage = columns // 8 * _EIGHT_BYTES
+def plan_of(average: float | None, bits: int, num_experts: int, *, in_steps: bool = False) -> Plan:
+    """The plan for experts that have so many rows on average at most; None: any number. `in_steps`: sums of steps are
+    multiplied by scales, so a thread has twice as many, and a tile one band."""
+    columns, bands = next(tile for *tile, most in _TILES if most is None or (average is not None and average <= most))
+    if in_steps or bits == 8:
+        bands = 1
+    at_once = 1 if columns * bands >= _ALONE else 2
+    windows, w_stage, x_stage = 8 // bits, bands * _BAND * 128, columns // 8 * _EIGHT_BYTES
     head = -(-(_BARRIER_BYTES + 8 * (num_experts + 1)) // 128) * 128
-    room = _SHARED_BYTES - head
+    room = _SHARED_BYTES[at_once - 1] - head
     w_stages = min((room - _X_STAGES[columns] * x_stage) // w_stage, _MOST_STAGES)
     x_stages = min((room - w_stages * w_stage) // x_stage, _MOST_STAGES)
-    return Plan(columns, windows, w_stages, x_stages, head + w_stages * w_stage + x_stages * x_stage)
+    used = head + w_stages * w_stage + x_stages * x_stage
+    return Plan(columns, bands, at_once, windows, w_stages, x_stages, used)
 
 
 def _laid_windows(plan: Plan, size_k: int) -> int:
@@ -136,7 +144,8 @@ def _places(use: Use, most: int | None) -> experts.Places:
 def _plan(use: Use, most: int | None) -> Plan:
     sizes = launches.known(use)
     average = None if most is None else most * sizes.top_k / sizes.num_experts
-    return plan_of(average, FORMATS[str(use.constant("format"))][1], sizes.num_experts)
+    in_steps = any(each.get("STEPS") for each in (_products(use) or {}).values())
+    return plan_of(average, FORMATS[str(use.constant("format"))][1], sizes.num_experts, in_steps=in_steps)
 
 
 def _space(use: Use, most: int | None) -> _Space:
@@ -163,7 +172,7 @@ def _product(
     assert products is not None, "the record's condition"
     return Launch(
         f"{_FILE}:product_experts",
-        grid=(_BLOCKS,),
+        grid=(plan.at_once * _NUM_SMS,),
         args=(
             to, x, Pointer(name), Pointer(f"{name}_scales"), experts.given(use, f"{name}_global_scale"),
             experts.given(use, f"{name}_bias"), places.starts, places.pairs,
@@ -177,8 +186,9 @@ def _product(
 
 def _common(use: Use, plan: Plan, sizes: experts.Sizes) -> Constants:
     return {
-        "FLOAT16": use.dtype == "float16", "COLUMNS": plan.columns, "WINDOWS": plan.windows, "STAGES": plan.w_stages,
-        "X_STAGES": plan.x_stages, "EXPERTS": sizes.num_experts, "TOP_K": sizes.top_k, "SIZE_H": sizes.inner,
+        "FLOAT16": use.dtype == "float16", "COLUMNS": plan.columns, "BANDS": plan.bands, "AT_ONCE": plan.at_once,
+        "WINDOWS": plan.windows, "STAGES": plan.w_stages, "X_STAGES": plan.x_stages, "EXPERTS": sizes.num_experts,
+        "TOP_K": sizes.top_k, "SIZE_H": sizes.inner,
     }  # fmt: skip
 
 

@@ -27,6 +27,7 @@
 #include "few_bits.cuh"
 #include "ring.cuh"
 #include "warp_group.cuh"
+#define BANDS 1
 #include "few_bits_tiles.cuh"
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ __device__ __forceinline__ void multiply_tiles(
 #endif
     int adds = 0;
     for (; unit < end; unit++) {
-      const Scales scales = next;
+      const Scales scales[BANDS] = {next};
       if (unit + 1 < units.end) load(next, unit + 1);
       multiplier.add_stage(sums, scales, adds);
     }

@@ -27,8 +27,8 @@ from precast.kernels.use import Use
 
 FILE = "quantised_experts/tiles.cu"
 HOPPER = (9, 0)
-BLOCK_BYTES = 113 << 10
-"""Shared memory that each of two blocks of a multiprocessor may have on Hopper."""
+BLOCK_BYTES = (227 << 10, 113 << 10)
+"""Shared memory that a block may have on Hopper, alone on a multiprocessor, and where there are two."""
 HERE = Path(__file__).parent
 
 
@@ -102,11 +102,14 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 8, 128, 1024])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("average", [0.5, 8.0, 100.0, None])
-def test_plans_fit_into_shared_memory_and_hold_two_stages(average: float | None, bits: int, num_experts: int) -> None:
-    plan = tiles.plan_of(average, bits, num_experts)
+@pytest.mark.parametrize("average", [0.5, 8.0, 64.0, 300.0, None])
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_plans_fit_into_shared_memory_and_hold_two_stages(
+    average: float | None, bits: int, num_experts: int, in_steps: bool
+) -> None:
+    plan = tiles.plan_of(average, bits, num_experts, in_steps=in_steps)
 
-    assert plan.shared_bytes <= BLOCK_BYTES
+    assert plan.shared_bytes <= BLOCK_BYTES[plan.at_once - 1]
     assert plan.w_stages >= 2 <= plan.x_stages
 
 
@@ -120,7 +123,7 @@ def test_it_compiles_for_hopper(make: Make, dtype: torch.dtype) -> None:
 
     assert len(launches) == 3
     for launch in launches:
-        assert launch.shared_bytes <= BLOCK_BYTES
+        assert launch.shared_bytes <= BLOCK_BYTES[int(launch.constants["AT_ONCE"]) - 1]
         assert cuda_source.compiled(FILE, tuple(launch.constants.items()), HOPPER).startswith(b"\x7fELF")
 
 
@@ -144,7 +147,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[floa
         return program
 
     def execute(defines: str, tokens: int, ids: int, blocks: int) -> tuple[float, int]:
-        numbers = (tokens, ids, blocks, BLOCK_BYTES)
+        numbers = (tokens, ids, blocks, BLOCK_BYTES["AT_ONCE=2" in defines])
         done = subprocess.run(
             [built(defines), *map(str, numbers)], capture_output=True, text=True, timeout=300, check=False
         )
@@ -159,7 +162,7 @@ ANY, SOME_OF_NONE, ONE, NONE = range(4)
 """How ids are drawn: `expert_tiles_on_cpu.cpp` says."""
 GATED = "-DGATED -DACTIVATION=silu -DALPHA=1.702 -DLIMIT=0.7 -DPLUS=1.0 -DSTARTS_ARE_NEW"
 FOUR, EIGHT = "-DWINDOWS=2 -DSTAGES=2 -DX_STAGES=3", "-DWINDOWS=1 -DSTAGES=3 -DX_STAGES=2"
-COMMON = "-DEXPERTS=35 -DTOP_K=2 -DCOLUMNS=16 -DSIZE_H=72"
+COMMON = "-DEXPERTS=35 -DTOP_K=2 -DCOLUMNS=16 -DBANDS=1 -DAT_ONCE=2 -DSIZE_H=72"
 VARIANTS = {
     # More experts than a warp has lanes; inputs that end within a window, and outputs within a tile.
     "mxfp4, laid": f"{COMMON} {FOUR} -DFP4 -DGROUP=32 -DSCALE=3 -DSCALED_ROWS=1 -DSIZE_N=72 -DSIZE_K=352 -DBIAS"
@@ -193,11 +196,17 @@ def test_source_on_a_cpu(on_cpu: Callable[..., tuple[float, int]], defines: str)
     assert len({checksum for _, checksum in found}) == 1
 
 
-@pytest.mark.parametrize("columns", [32, 64])
-def test_source_on_a_cpu_with_wide_tiles(on_cpu: Callable[..., tuple[float, int]], columns: int) -> None:
-    defines = VARIANTS["mxfp4, laid"].replace("COLUMNS=16", f"COLUMNS={columns}").replace("EXPERTS=35", "EXPERTS=2")
+@pytest.mark.parametrize(("columns", "bands"), [(32, 1), (64, 1), (64, 2), (128, 1), (128, 2)])
+@pytest.mark.parametrize("variant", ["mxfp4, laid", "mxfp4", "packed8"])
+def test_source_on_a_cpu_with_wide_tiles(
+    on_cpu: Callable[..., tuple[float, int]], variant: str, columns: int, bands: int
+) -> None:
+    """Outputs that end within the first band of a tile, and within the second."""
+    defines = VARIANTS[variant].replace("COLUMNS=16", f"COLUMNS={columns}").replace("EXPERTS=35", "EXPERTS=2")
+    if columns * bands >= 128:
+        defines = defines.replace("AT_ONCE=2", "AT_ONCE=1").replace("BANDS=1", f"BANDS={bands}")
 
-    found = [on_cpu(defines, *step) for step in ((60, ANY, 2), (1, ONE, 1))]
+    found = [on_cpu(defines, *step) for step in ((150, ANY, 2), (1, ONE, 1))]
 
     assert max(error for error, _ in found) < 1.5 * 2**-7
     assert len({checksum for _, checksum in found}) == 1
