@@ -18,8 +18,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from support import harness
-from support.no_torch import BLOCK
+from support import harness, served_processes
 from support.published_bundles import build, write_checkpoint
 from support.served_steps import PROMPT_TOKENS
 from support.step_floors import bytes_of_one_token
@@ -31,51 +30,23 @@ SHAPES = (
     "llama-3.1-8b-gptq", "llama-3.1-8b-awq", "gpt-oss-20b-mxfp4", "gemma-3-12b", "qwen3-30b-a3b-half",
 )  # fmt: skip
 BACKENDS = ("driver", "torch")
-SERVE = """
-import json, sys, time
-benchmarks, checkpoint, bundle, digest, backend = sys.argv[1:]
-sys.path.insert(0, benchmarks)
-import precast
-from support.served_steps import decode_ms, prefill
-started = time.perf_counter()
-engine = precast.load(
-    bundle, weights=checkpoint, device="cuda", cache_bytes=24 << 30, allow_config_mismatch=True, capture="before",
-    backend=backend, native=digest, max_num_seqs=256, max_num_tokens=8192,
-)
-found = {"load_seconds": round(time.perf_counter() - started, 2)}
-found["decode_ms"] = {str(count): decode_ms(engine, count) for count in (1, 8, 64, 256)}
-found["prefill_tokens_per_s"] = {f"{n} x {length}": prefill(engine, n, length) for n, length in ((1, 4096), (4, 8000))}
-stats = engine.stats
-found |= {"compilations": stats.compilations, "steps_not_captured": stats.eager_reasons,
-          "capture_seconds": round(stats.capture_seconds, 2), "graphs": stats.graphs}
-print(json.dumps(found), flush=True)
-import os
-os._exit(0)
-"""
 READ = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from support.gpu_times import read_bytes_per_second
 print(json.dumps({"read_bytes_per_second": round(read_bytes_per_second())}))
 """
-HERE = str(Path(__file__).parent)
 
 
 def measured(bundle: Path, checkpoint: Path, backends: list[str]) -> dict[str, Any]:
     """By each backend, in turn; the checkpoint is written first, and removed in the end."""
-    opened = Bundle.open(bundle)
-    digest = opened.digest
-    found: dict[str, Any] = {"step_bytes": bytes_of_one_token(opened.graph, PROMPT_TOKENS)}
+    found: dict[str, Any] = {"step_bytes": bytes_of_one_token(Bundle.open(bundle).graph, PROMPT_TOKENS)}
     try:
         write_checkpoint(bundle, checkpoint)
         files = checkpoint.glob("*.safetensors")
         found["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
         for backend in backends:
-            code = BLOCK + SERVE if backend == "driver" else SERVE
-            try:
-                found[backend] = harness.fresh_process(code, HERE, str(checkpoint), str(bundle), digest, backend)
-            except subprocess.CalledProcessError as error:
-                found[backend] = {"failed": error.stderr.strip()[-1500:]}
+            found[backend] = served_processes.by_precast(bundle, checkpoint, backend)
             print(f"{bundle.stem}, {backend}: {json.dumps(found[backend])}", flush=True)
     finally:
         shutil.rmtree(checkpoint, ignore_errors=True)
@@ -98,7 +69,7 @@ def main() -> None:
             build(arguments.build, shape)
         return
     machine = harness.machine_by_itself()
-    figures: dict[str, Any] = harness.fresh_process(READ, HERE)
+    figures: dict[str, Any] = harness.fresh_process(READ, served_processes.HERE)
     for shape in arguments.shapes:
         backends = arguments.backends or list(BACKENDS)
         try:

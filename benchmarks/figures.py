@@ -342,9 +342,24 @@ def quantised_page() -> str:
     return text + _table(heads, rows)
 
 
+def _beside_vllm() -> str:
+    """What steps and prompts take beside vLLM."""
+    rows, found = [], result("gpu_vllm")
+    for shape, each in found.items():
+        pairs = zip(*(each[by]["decode_ms"].values() for by in ("precast", "vllm")), strict=True)
+        prompts = (f"{round(each[by]['prefill_tokens_per_s']['1 x 4096'], -2):,.0f}" for by in ("precast", "vllm"))
+        rows.append((SERVED[shape], *(f"{ours:.2f} / {theirs:.2f}" for ours, theirs in pairs), " / ".join(prompts)))
+    heads = ("", *(f"{count} seq., ms" for count in (1, 8, 64, 256)), "prompts of 4,096, tokens/s")
+    notes = {each["note"]: [SERVED[other] for other in found if found[other].get("note") == each["note"]]
+             for each in found.values() if "note" in each}  # fmt: skip
+    text = f"\n## Beside vLLM\n\nPrecast / vLLM {next(iter(found.values()))['vllm']['version']}, one "
+    text += f"{_read('gpu_vllm')['machine']['gpu']}, the same files of random weights.\n\n{_table(heads, rows)}"
+    return text + "".join(f"\n{'; '.join(names)}: {note}.\n" for note, names in notes.items())
+
+
 def few_bits_page() -> str:
-    """The tables of docs/quantisation.md: what steps take, what a model holds, and how far results of a layer are from
-    the exact ones."""
+    """The tables of docs/quantisation.md: what steps take, also beside vLLM, what a model holds, and how far results of
+    a layer are from the exact ones."""
     held = [
         (SERVED[shape], f"{each['checkpoint_and_cache_bytes'] / 1e9:.2f}", f"{each['device_bytes'] / 1e9:.2f}",
          f"{each['ratio']:.2f}")
@@ -357,7 +372,7 @@ def few_bits_page() -> str:
     first, *others = next(iter(found.values()))["arithmetic"]
     heads = ("in %", "weight", "input", f"arithmetic, of {first} token", *(f"of {int(count):,}" for count in others))
     memory = _table(("", "files and caches, GB", "on the device, GB", "ratio"), held)
-    return f"{quantised_page()}{_HELD}{memory}{_LOST}{_table(heads, lost)}"
+    return f"{quantised_page()}{_beside_vllm()}{_HELD}{memory}{_LOST}{_table(heads, lost)}"
 
 
 _HELD = """
