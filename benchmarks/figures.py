@@ -57,6 +57,8 @@ def readme() -> str:
     commands = sorted({f"{front['seconds'][name]:.2f}" for name in ("inspect", "verify", "digest")})
     equal = sum(gpu["float32"]["greedy_tokens_equal"])
     at_start = long["vLLM's arithmetic at start, by tokens a step"]["16384"]
+    beside = [result("gpu_vllm")[shape] for shape in ("llama-3.1-8b-int4", "gpt-oss-20b-mxfp4")]
+    one = {by: ", ".join(f"{each[by]['decode_ms']['1']:.2f}" for each in beside) for by in ("precast", "vllm")}
     rows = [
         ("build from the config, start to end of the process", _cost(small),
          "importing torch and transformers, and `torch.export` alone: "
@@ -82,6 +84,9 @@ def readme() -> str:
         ("CUDA graphs of all sizes of steps, captured after the first token",
          f"{captured['graphs']} in {captured['seconds']:.2f} s", f"{captured['compilations']} kernels compiled",
          place("gpu_start")),
+        ("a step of one sequence as it is served: Llama-3.1-8B in INT4, GPT-OSS-20B in MXFP4 "
+         "([more](docs/quantisation.md#beside-vllm))",
+         f"{one['precast']} ms", f"vLLM {beside[0]['vllm']['version']}: {one['vllm']} ms", place("gpu_vllm")),
         ("float32: prompts whose 32 greedy tokens are transformers'",
          f"{equal} of {len(gpu['float32']['greedy_tokens_equal'])}", "", place("gpu_llama_8b")),
         ("bfloat16: logits, relative to transformers' in float32", f"off by {_range(half['logit_errors'], 3)}",
