@@ -348,18 +348,27 @@ def quantised_page() -> str:
 
 
 def _beside_vllm() -> str:
-    """What steps and prompts take beside vLLM."""
-    rows, found = [], result("gpu_vllm")
-    for shape, each in found.items():
-        pairs = zip(*(each[by]["decode_ms"].values() for by in ("precast", "vllm")), strict=True)
-        prompts = (f"{round(each[by]['prefill_tokens_per_s']['1 x 4096'], -2):,.0f}" for by in ("precast", "vllm"))
-        rows.append((SERVED[shape], *(f"{ours:.2f} / {theirs:.2f}" for ours, theirs in pairs), " / ".join(prompts)))
+    """What steps and prompts take beside vLLM; shapes that only an earlier run has, as their bundles were then."""
+    found, before = result("gpu_vllm"), result("gpu_vllm_rotary_apart")
+    named = {SERVED[shape]: each for shape, each in found.items()}
+    named |= {f"{SERVED[shape]}; rotary op by op": each for shape, each in before.items() if shape not in found}
+    rows, sides = [], ("precast", "vllm")
+    for name, each in named.items():
+        if not all("decode_ms" in each[side] for side in sides):  # one has failed
+            continue
+        pairs = zip(*(each[side]["decode_ms"].values() for side in sides), strict=True)
+        prompts = (f"{round(each[side]['prefill_tokens_per_s']['1 x 4096'], -2):,.0f}" for side in sides)
+        rows.append((name, *(f"{ours:.2f} / {theirs:.2f}" for ours, theirs in pairs), " / ".join(prompts)))
     heads = ("", *(f"{count} seq., ms" for count in (1, 8, 64, 256)), "prompts of 4,096, tokens/s")
-    notes = {each["note"]: [SERVED[other] for other in found if found[other].get("note") == each["note"]]
-             for each in found.values() if "note" in each}  # fmt: skip
-    text = f"\n## Beside vLLM\n\nPrecast / vLLM {next(iter(found.values()))['vllm']['version']}, one "
-    text += f"{_read('gpu_vllm')['machine']['gpu']}, the same files of random weights.\n\n{_table(heads, rows)}"
-    return text + "".join(f"\n{'; '.join(names)}: {note}.\n" for note, names in notes.items())
+    version, gpu = next(iter(found.values()))["vllm"]["version"], _read("gpu_vllm")["machine"]["gpu"]
+    return f"\n## Beside vLLM\n\nPrecast / vLLM {version}, one {gpu}.{_BESIDE}{_table(heads, rows)}"
+
+
+_BESIDE = """ Both load the same files of random
+weights, one after the other. This is a later run than the table above, with larger tiles for experts. Rows with *rotary
+op by op* are of bundles that were made with transformers 5.17 before its rotary tables were found: steps were longer.
+
+"""
 
 
 def few_bits_page() -> str:

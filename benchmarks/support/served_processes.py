@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ import os
 os._exit(0)
 """
 VLLM = """
-import sys
+import os, sys
 benchmarks, checkpoint = sys.argv[1:]
+os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 sys.path.insert(0, benchmarks)
 from support import vllm_steps
 vllm_steps.main(checkpoint)
@@ -50,7 +50,6 @@ def by_precast(bundle: Path, checkpoint: Path, backend: str) -> dict[str, Any]:
 
 def by_vllm(checkpoint: Path) -> dict[str, Any]:
     """The same steps by vLLM, of a folder that has the checkpoint's `config.json` too."""
-    os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     return _figures(VLLM, str(checkpoint))
 
 

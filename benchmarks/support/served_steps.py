@@ -54,9 +54,10 @@ def prefill(engine: Any, count: int, length: int, runs: int = 3) -> float:
     rates = []
     for run in range(runs):
         engine.forget_prefixes()
-        for prompt in prompts(count + 100 * run, length)[:count]:
-            engine.submit(prompt, precast.SamplingParams(max_tokens=1))
+        given = prompts(count + 100 * run, length)[:count]
         started = time.perf_counter()
+        for prompt in given:
+            engine.submit(prompt, precast.SamplingParams(max_tokens=1))
         while engine.has_work:
             engine.step()
         rates.append(count * length / (time.perf_counter() - started))

@@ -20,7 +20,8 @@ from precast.kernels.quantised_experts.rounding import rounding_of
 from precast.kernels.records import Condition, Launch, Pointer, Record
 from precast.kernels.use import Use
 
-STEPS = (64, 128, 256, 1024, 4096, None)
+_LARGEST = 4096
+STEPS = (64, 128, 256, 1024, _LARGEST, None)
 """Tokens of a step at most, None for any number: a record each."""
 _LEAST = 17
 """Of fewer tokens Triton is as fast. Up to 64 the weight stream is faster, where it takes them."""
@@ -33,8 +34,9 @@ _NUM_SMS, _BARRIER_BYTES, _MOST_STAGES = 132, 512, 16
 _SHARED_BYTES = (227 << 10, 113 << 10)
 """What a block may have of shared memory, alone on a multiprocessor of Hopper's GPUs, and where there are two."""
 _TILES = ((16, 1, 6.0), (32, 1, 20.0), (64, 1, 200.0), (128, 2, None))
-"""Rows of a tile, and bands of rows of the weight, of experts that have so many rows on average at most. Two bands are
-those of four bits: rows of a weight of eight are twice as large."""
+"""Rows of a tile, and bands of rows of the weight, of experts that have so many rows on average at most: in the largest
+step that a record takes, or in the smallest where there is no largest. Two bands are those of four bits: rows of a
+weight of eight are twice as large."""
 _ALONE = 128
 """Rows of a tile, counted for each band, from which on a block is alone on its multiprocessor, for its registers."""
 _X_STAGES = {16: 6, 32: 5, 64: 3, 128: 3}
@@ -56,10 +58,10 @@ class Plan(NamedTuple):
     shared_bytes: int
 
 
-def plan_of(average: float | None, bits: int, num_experts: int, *, in_steps: bool = False) -> Plan:
-    """The plan for experts that have so many rows on average at most; None: any number. `in_steps`: sums of steps are
-    multiplied by scales, so a thread has twice as many, and a tile one band."""
-    columns, bands = next(tile for *tile, most in _TILES if most is None or (average is not None and average <= most))
+def plan_of(average: float, bits: int, num_experts: int, *, in_steps: bool = False) -> Plan:
+    """The plan for experts that have so many rows on average. `in_steps`: sums of steps are multiplied by scales, so a
+    thread has twice as many, and a tile one band."""
+    columns, bands = next(tile for *tile, most in _TILES if most is None or average <= most)
     if in_steps or bits == 8:
         bands = 1
     at_once = 1 if columns * bands >= _ALONE else 2
@@ -143,7 +145,7 @@ def _places(use: Use, most: int | None) -> experts.Places:
 
 def _plan(use: Use, most: int | None) -> Plan:
     sizes = launches.known(use)
-    average = None if most is None else most * sizes.top_k / sizes.num_experts
+    average = (_LARGEST + 1 if most is None else most) * sizes.top_k / sizes.num_experts
     in_steps = any(each.get("STEPS") for each in (_products(use) or {}).values())
     return plan_of(average, FORMATS[str(use.constant("format"))][1], sizes.num_experts, in_steps=in_steps)
 

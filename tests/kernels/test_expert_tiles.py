@@ -102,15 +102,42 @@ def test_it_leaves_to_others_what_it_cannot_copy_or_scale() -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 8, 128, 1024])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("average", [0.5, 8.0, 64.0, 300.0, None])
+@pytest.mark.parametrize("average", [0.5, 8.0, 64.0, 300.0])
 @pytest.mark.parametrize("in_steps", [False, True])
 def test_plans_fit_into_shared_memory_and_hold_two_stages(
-    average: float | None, bits: int, num_experts: int, in_steps: bool
+    average: float, bits: int, num_experts: int, in_steps: bool
 ) -> None:
     plan = tiles.plan_of(average, bits, num_experts, in_steps=in_steps)
 
     assert plan.shared_bytes <= BLOCK_BYTES[plan.at_once - 1]
     assert plan.w_stages >= 2 <= plan.x_stages
+
+
+def test_many_rows_have_tiles_of_two_bands_in_four_bits() -> None:
+    plans = {
+        "few rows": tiles.plan_of(200, 4, 32), "many": tiles.plan_of(201, 4, 32),
+        "in eight bits": tiles.plan_of(201, 8, 32),
+        "with sums that are scaled": tiles.plan_of(201, 4, 32, in_steps=True),
+    }  # fmt: skip
+
+    assert {name: (plan.columns, plan.bands, plan.at_once) for name, plan in plans.items()} == {
+        "few rows": (64, 1, 2), "many": (128, 2, 1), "in eight bits": (128, 1, 1),
+        "with sums that are scaled": (128, 1, 1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "columns"), [(1024, 16, 64), (1025, 16, 128), (4097, 16, 128), (4097, 64, 64)]
+)
+def test_a_record_has_tiles_for_its_largest_step(tokens: int, num_experts: int, columns: int) -> None:
+    """Of two experts a token; that for any number for its smallest step."""
+    sample = {**experts(CPU, mxfp4, 70, 2, num_experts, 256, 128), **CLAMPED}
+    record = record_of(sample, tokens)
+
+    assert record is not None
+    assert not isinstance(record.runs, str)
+    found = {each.constants.get("COLUMNS") for each in record.runs(use_of(sample))} - {None}
+    assert found == {columns}
 
 
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
@@ -245,6 +272,16 @@ def test_it_is_the_definition(make: Make, tokens: int, gpu: Draw, same: Callable
     at_home = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
 
     same(QUANTISED_EXPERTS, on_gpu(sample, tokens).cpu(), QUANTISED_EXPERTS.reference(**at_home))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4 in rows", "packed4", "packed4 of rows"])
+def test_tiles_whose_second_band_is_not_full(format: str, gpu: Draw, same: Callable[..., None]) -> None:
+    """Of 352 outputs the last tile has 96, of 2 x 416 gated ones it has 160."""
+    sample = sample_of(gpu, MAKES[format], 1500, width=352, inner=416)
+    at_home = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
+
+    same(QUANTISED_EXPERTS, on_gpu(sample, 1500).cpu(), QUANTISED_EXPERTS.reference(**at_home))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ _POSITIONS = Cast(Op(aten.unsqueeze.default, Bind("positions"), 2))
 _ROW = Cast(Op(aten.unsqueeze.default, Bind("positions"), 1))
 _OUTER = Op(aten.transpose.int, Op(aten.matmul.default, Cast(Bind("column")), _ROW), 1, 2)
 _ANGLES = Either(Mul(_POSITIONS, Cast(Bind("inv_freq"))), _OUTER)
-"""Products, or as transformers wrote them until 5.17: a column of frequencies times a row of positions."""
+"""Products, or as transformers wrote them until 5.18: a column of frequencies times a row of positions."""
 _HALVES = Op(aten.cat.default, [Bind("angles"), Bind("angles")], 2)
 _PAIRS = Op(aten.repeat_interleave.self_int, Bind("angles"), 2, Either(-1, 2))
 
@@ -58,7 +58,7 @@ def _angles(wide: FxNode, ctx: PassContext) -> Bindings | None:
 
 def _are_of_positions(found: Bindings, ctx: PassContext) -> bool:
     """Whether positions and float32 frequencies were found, of these one set or one for each token."""
-    frequencies = found.get("inv_freq", found.get("column"))
+    frequencies = _frequencies(found)
     if not isinstance(found["positions"], FxNode) or not isinstance(frequencies, FxNode):
         return False
     positions, inv_freq = tensor(found["positions"]), tensor(frequencies)
@@ -69,10 +69,20 @@ def _are_of_positions(found: Bindings, ctx: PassContext) -> bool:
     return inv_freq.dim() == 1 or ctx.shape(inv_freq)[:-1] == ctx.shape(positions)
 
 
+def _frequencies(found: Bindings) -> Any:
+    """As they were found: in a row, or in a column `[1, pairs, 1]`."""
+    return found.get("inv_freq", found.get("column"))
+
+
+def _num_pairs(found: Bindings) -> int:
+    return tensor(_frequencies(found)).shape[1 if "column" in found else -1]
+
+
 def _tables(ctx: PassContext, found: Bindings, scale: float, dtype: torch.dtype) -> tuple[FxNode, FxNode]:
     tables = torch.ops.precast.rotary_tables.default
-    column = found.get("column")
-    inv_freq = found["inv_freq"] if column is None else ctx.call(aten.reshape.default, column, [-1])
+    inv_freq = _frequencies(found)
+    if "column" in found:
+        inv_freq = ctx.call(aten.reshape.default, inv_freq, [-1])
     both = ctx.call(tables, found["positions"], inv_freq, scale=scale, dtype=dtype)
     return ctx.item(both, 0), ctx.item(both, 1)
 
@@ -146,7 +156,7 @@ def _is_complex_rotation(node: FxNode, found: Bindings, turns: Bindings, ctx: Pa
     if not _are_of_positions(turns, ctx):
         return False
     sizes = ctx.shape(x)
-    tokens, pairs = sizes[2 if found["heads_dim"] == 1 else 1], tensor(turns["inv_freq"]).shape[-1]
+    tokens, pairs = sizes[2 if found["heads_dim"] == 1 else 1], _num_pairs(turns)
     split = node.args[0].args[0]
     return (
         ctx.shape(split) == (*sizes[:3], pairs)

@@ -164,9 +164,7 @@ COMPLEX = """
 positions: input({positions}, 1, {rows})
 inv_freq: constant(float32, {inv_freq})
 x: input({dtype}, 1, {shape})
-column = aten.unsqueeze(positions, 2)
-wide = aten.to.dtype(column, float32)
-angles = aten.mul.Tensor(wide, inv_freq)
+{angles}
 ones = aten.{ones}(angles)
 turns = aten.polar(ones, angles)
 {scaled}
@@ -180,9 +178,21 @@ flat = aten.reshape(real, {flat})
 y = aten.to.dtype(flat, {dtype})
 return y
 """
+PRODUCTS = """
+column = aten.unsqueeze(positions, 2)
+wide = aten.to.dtype(column, float32)
+angles = aten.mul.Tensor(wide, inv_freq)
+"""
+OUTER = """
+row = aten.unsqueeze(positions, 1)
+wide = aten.to.dtype(row, float32)
+outer = aten.matmul(inv_freq, wide)
+angles = aten.transpose.int(outer, 1, 2)
+"""
 POLAR = {
-    "positions": "int64", "rows": "7", "inv_freq": "[1.0, 0.5, 0.25]", "dtype": "bfloat16", "shape": "4, 7, 6",
-    "ones": "ones_like", "scaled": "", "split": "[1, 4, -1, 3, 2]", "heads_dim": "1", "flat": "[1, 4, -1, 6]",
+    "angles": PRODUCTS, "positions": "int64", "rows": "7", "inv_freq": "[1.0, 0.5, 0.25]", "dtype": "bfloat16",
+    "shape": "4, 7, 6", "ones": "ones_like", "scaled": "", "split": "[1, 4, -1, 3, 2]", "heads_dim": "1",
+    "flat": "[1, 4, -1, 6]",
 }  # fmt: skip
 
 
@@ -215,9 +225,20 @@ def test_complex_heads_behind_tokens_with_a_scale() -> None:
     assert "transpose" not in text
 
 
+def test_complex_heads_turned_by_an_outer_product() -> None:
+    differs = {"angles": OUTER, "inv_freq": "[[[1.0], [0.5], [0.25]]]"}
+
+    text = apply(match_complex_rotary, COMPLEX.format(**{**POLAR, **differs})).text
+
+    assert "v0 = aten.reshape.default(inv_freq, [-1])" in text
+    assert "v1 = precast.rotary_tables(positions, v0, scale=1.0, dtype=float32)" in text
+    assert "polar" not in text
+
+
 @pytest.mark.parametrize(
     "differs",
     [
+        pytest.param({"angles": OUTER, "inv_freq": "[[[1.0]]]"}, id="one angle for all pairs, in a column"),
         pytest.param({"ones": "exp"}, id="another length"),
         pytest.param({"positions": "float32"}, id="positions that are no integers"),
         pytest.param({"inv_freq": "[1.0]"}, id="one angle for all pairs"),
