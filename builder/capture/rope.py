@@ -8,6 +8,7 @@ runs on it unchanged. PhiMoE's scale of the tables depends on the length in the 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,12 +21,30 @@ from precast.ir.errors import BuildError
 class _WithFrequencies:
     """A rotary module as its forward function sees it, but for the frequencies."""
 
-    def __init__(self, module: torch.nn.Module, frequencies: dict[str, torch.Tensor]) -> None:
+    def __init__(self, module: torch.nn.Module, frequencies: dict[str, Any]) -> None:
         self.__dict__.update(frequencies)
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+class _Column:
+    """Frequencies `[1, T, R]` for a forward function of transformers until 5.18, which knows one set of them: it makes
+    angles by `(inv_freq[None, :, None].float().expand(..).to(..) @ positions).transpose(1, 2)`. Here that is each
+    token's own set times its position, `[1, T, R]`.
+    """
+
+    def __init__(self, frequencies: torch.Tensor, position_ids: torch.Tensor) -> None:
+        self._angles = position_ids[..., None].float() * frequencies
+
+    def _itself(self, *_: Any, **__: Any) -> _Column:
+        return self
+
+    __getitem__ = float = expand = to = __matmul__ = _itself
+
+    def transpose(self, *_: int) -> torch.Tensor:
+        return self._angles
 
 
 def route_dynamic_rope(model: PreTrainedModel) -> None:
@@ -46,6 +65,7 @@ def _depends_on_length(kind: str) -> bool:
 
 def _route(module: Any, path: str) -> None:
     undecorated = _undecorated(type(module).forward, path)
+    takes_column = "inv_freq[None, :, None]" in inspect.getsource(undecorated)
     kind = "longrope" if module.rope_type == "longrope" else "dynamic"
     parameters = module.config.rope_parameters
     if kind == "longrope":
@@ -61,7 +81,8 @@ def _route(module: Any, path: str) -> None:
             kind=kind, original_length=original, factor=float(parameters.get("factor") or 1.0),
             base=float(parameters["rope_theta"]),
         )  # fmt: skip
-        return undecorated(_WithFrequencies(module, {"inv_freq": inv_freq}), x, position_ids, **kwargs)
+        given = _Column(inv_freq, position_ids) if takes_column else inv_freq
+        return undecorated(_WithFrequencies(module, {"inv_freq": given}), x, position_ids, **kwargs)
 
     module.forward = forward
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import families
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import dynamic_rope_update
 
 from precast.builder.capture.factory import make_module, materialise_buffers
 from precast.builder.capture.rope import long_frequencies, route_dynamic_rope
+from precast.builder.capture.routing import Trace, tracing
 from precast.ir.errors import BuildError
+from precast.kernels.registry import register
+from precast.kernels.rotary.rope_frequencies import rope_frequencies
 
 
 def on_the_cpu(variant: str) -> Any:
@@ -41,6 +46,39 @@ def test_other_modules_stay_as_they_are(variant: str) -> None:
     module = make_module(families.make_config(variant), "float32")
 
     assert "forward" not in vars(module.model.rotary_emb)
+
+
+class OldRotary(torch.nn.Module):
+    """As transformers wrote it until 5.18: angles are the outer product of one set of frequencies and positions."""
+
+    rope_type = "dynamic"
+    config = SimpleNamespace(max_position_embeddings=8, rope_parameters={"rope_theta": 100.0, "factor": 2.0})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = torch.nn.Buffer(torch.tensor([1.0, 0.5, 0.25]))
+
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        column = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1).to(x.device)
+        freqs = (column.float() @ position_ids[:, None, :].float()).transpose(1, 2)
+        return freqs.cos()
+
+
+def test_each_token_has_its_own_frequencies_in_an_outer_product_too() -> None:
+    """Of two sequences of 3 and 9 tokens the second is longer than the original limit."""
+    model: Any = torch.nn.ModuleDict({"rotary_emb": OldRotary()})
+    lengths, positions = torch.tensor([[3] * 3 + [9] * 9]), torch.tensor([[*range(3), *range(9)]])
+    inv_freq = model.rotary_emb.inv_freq
+    own = rope_frequencies(lengths, inv_freq, None, kind="dynamic", original_length=8, factor=2.0, base=100.0)
+
+    register()
+    route_dynamic_rope(model)
+    with tracing(Trace(torch.tensor([0, 3, 12], dtype=torch.int32), lengths, 16)):
+        found = model.rotary_emb(torch.zeros(1), positions)
+
+    assert not torch.equal(own[0, 3], inv_freq)
+    torch.testing.assert_close(found, (positions[..., None] * own).cos(), rtol=0, atol=0)
 
 
 def test_a_module_that_updates_its_frequencies_itself_is_refused() -> None:
