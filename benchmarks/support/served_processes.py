@@ -15,15 +15,15 @@ import json, sys, time
 benchmarks, checkpoint, bundle, digest, backend = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 import precast
-from support.served_steps import decode_ms, prefill
+from support.served_steps import COUNTS, PROMPTS, decode_ms, prefill
 started = time.perf_counter()
 engine = precast.load(
     bundle, weights=checkpoint, device="cuda", cache_bytes=24 << 30, allow_config_mismatch=True, capture="before",
     backend=backend, native=digest, max_num_seqs=256, max_num_tokens=8192,
 )
 found = {"load_seconds": round(time.perf_counter() - started, 2)}
-found["decode_ms"] = {str(count): decode_ms(engine, count) for count in (1, 8, 64, 256)}
-found["prefill_tokens_per_s"] = {f"{n} x {length}": prefill(engine, n, length) for n, length in ((1, 4096), (4, 8000))}
+found["decode_ms"] = {str(count): decode_ms(engine, count) for count in COUNTS}
+found["prefill_tokens_per_s"] = {f"{n} x {length}": prefill(engine, n, length) for n, length in PROMPTS}
 stats = engine.stats
 found |= {"compilations": stats.compilations, "steps_not_captured": stats.eager_reasons,
           "capture_seconds": round(stats.capture_seconds, 2), "graphs": stats.graphs}

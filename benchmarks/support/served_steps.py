@@ -10,6 +10,10 @@ from typing import Any
 import precast
 
 PROMPT_TOKENS = 128
+COUNTS = (1, 8, 64, 256)
+"""Sequences that decode."""
+PROMPTS = ((1, 4096), (4, 8000))
+"""Prompts that are computed together, and the tokens of each."""
 
 
 def prompts(count: int, length: int) -> list[list[int]]:

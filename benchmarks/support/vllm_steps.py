@@ -8,12 +8,7 @@ import statistics
 import time
 from typing import Any
 
-from support.served_steps import PROMPT_TOKENS, prompts
-
-COUNTS = (1, 8, 64, 256)
-"""Sequences that decode: steps of so many are captured, and no others, which shortens the start alone."""
-PROMPTS = ((1, 4096), (4, 8000))
-"""Prompts that are computed together, and their tokens."""
+from support.served_steps import COUNTS, PROMPT_TOKENS, PROMPTS, prompts
 
 
 def submit(engine: Any, given: list[list[int]], max_tokens: int) -> list[str]:
@@ -64,7 +59,8 @@ def prefill(engine: Any, count: int, length: int, runs: int = 3) -> float:
 
 
 def main(checkpoint: str) -> None:
-    """Prints what `bench_gpu_served` measures of Precast, for the model in this folder."""
+    """Prints what `bench_gpu_served` measures of Precast, for the model in this folder. Steps are captured for those
+    counts of sequences, and no others, which shortens the start alone."""
     import vllm
 
     started = time.perf_counter()

@@ -277,8 +277,8 @@ def test_it_is_the_definition(make: Make, tokens: int, gpu: Draw, same: Callable
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4 in rows", "packed4", "packed4 of rows"])
 def test_tiles_whose_second_band_is_not_full(format: str, gpu: Draw, same: Callable[..., None]) -> None:
-    """Of 352 outputs the last tile has 96, of 2 x 416 gated ones it has 160."""
-    sample = sample_of(gpu, MAKES[format], 1500, width=352, inner=416)
+    """Of 416 outputs the last tile has 160, of 2 x 352 gated ones it has 192."""
+    sample = sample_of(gpu, MAKES[format], 1500, width=416, inner=352)
     at_home = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in sample.items()}
 
     same(QUANTISED_EXPERTS, on_gpu(sample, 1500).cpu(), QUANTISED_EXPERTS.reference(**at_home))
