@@ -6,7 +6,7 @@ A choice depends on the node's types, the target, and where records say so on th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Literal, NamedTuple
@@ -171,19 +171,27 @@ def _resolve(
     row = next((row for row in measured if _within(row.sizes, sizes)), None)
     order = () if row is None else row.order
     tried = sorted(given, key=lambda record: order.index(record.name) if record.name in order else len(order))
-    refused: list[str] = []
+    refused: list[tuple[str, str]] = []
     for record in tried:
         why = (_refusal_of_any_size(record, use) if known is None else known[record.name]) or _out_of(record, sizes)
         if why is None:
             rivals = sum(_unfit(each, use.target) is None for each in tried)
             basis = "the only one" if rivals == 1 else f"the fastest of {rivals}"
             said = basis if row is None or record.name not in order else _figure(row, record.name)
-            return Choice(record, "; ".join([said, *refused]))
-        refused.append(f"not {record.name}: {why}")
-    raise TargetError(
-        "implementation-missing",
-        f"nothing computes {use.node.op}@{use.node.version} on {use.target.text}: {'; '.join(refused) or 'no records'}",
-    )
+            return Choice(record, "; ".join([said, *_told(refused)]))
+        refused.append((record.name, why))
+    why_not = "; ".join(_told(refused)) or "no records"
+    message = f"nothing computes {use.node.op}@{use.node.version} on {use.target.text}: {why_not}"
+    raise TargetError("implementation-missing", message)
+
+
+def _told(refused: Iterable[tuple[str, str]]) -> list[str]:
+    """Names with the reason; those that follow for the same reason have a "nor" alone."""
+    told = []
+    for why, group in itertools.groupby(refused, lambda each: each[1]):
+        first, *others = (name for name, _ in group)
+        told += [f"not {first}: {why}", *([f"nor {', '.join(others)}"] if others else [])]
+    return told
 
 
 def fitting(use: Use, sizes: Mapping[str, int] | None = None) -> tuple[Record, ...]:

@@ -28,6 +28,7 @@
 //   SCALE, SOFT_CAP, WINDOW, CHUNK       those of the op; 0 for no cap, no window, no chunks
 //   SINKS, SINKS_FLOAT32, SLOPES         there are such tensors; sinks have the elements' type, or are float32
 //   CLUSTER, WARPS, STAGES               CTAs of a cluster, their warps, and blocks in the ring of a warp
+//   ONE_QUERY                            of sequences with one token, by the number of a sequence; else of all tokens
 
 #include "half.cuh"
 
@@ -56,7 +57,14 @@ constexpr int PARTS = CLUSTER * WARPS;
 constexpr int OWN_TILES = (TILES + CLUSTER - 1) / CLUSTER;    // that a CTA joins
 constexpr int TILE_BYTES = 32 * 16;                    // four sums of each lane
 constexpr int WEIGHT_BYTES = 4 * 16;                   // highest scores and total weights of 8 heads
-constexpr int JOINED_BYTES = PARTS * (OWN_TILES * TILE_BYTES + WEIGHT_BYTES);
+constexpr int SUMS_BYTES = TILES * TILE_BYTES + WEIGHT_BYTES;
+constexpr int STAGES_BYTES = STAGES * 2 * BLOCK_BYTES;
+constexpr int RING_BYTES = CLUSTER > 1 || STAGES_BYTES > SUMS_BYTES ? STAGES_BYTES : SUMS_BYTES;    // of a warp
+// Where the sums of parts are, and their weights. A CTA alone has them in the rings: each warp leaves its own there.
+constexpr int SUMS_PITCH = CLUSTER > 1 ? OWN_TILES * TILE_BYTES : RING_BYTES;
+constexpr int WEIGHTS_PITCH = CLUSTER > 1 ? WEIGHT_BYTES : RING_BYTES;
+constexpr int WEIGHTS_AT = CLUSTER > 1 ? PARTS * SUMS_PITCH : TILES * TILE_BYTES;
+constexpr int JOINED_BYTES = CLUSTER > 1 ? PARTS * (SUMS_PITCH + WEIGHTS_PITCH) : 0;
 constexpr float FACTOR = SCALE, CAP = SOFT_CAP;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NONE = -3e38f;                         // the score of a key that is not seen
@@ -133,6 +141,17 @@ struct Lists {
   const int *cu_seqlens, *kv_lens, *page_indices, *page_indptr, *page_start;
 };
 
+// What the lists say of a sequence.
+struct Sequence {
+  int queries_start, queries_end, start, length, first_page, end_page;
+  __device__ __forceinline__ bool has(int token) const { return queries_start <= token && token < queries_end; }
+};
+
+__device__ __forceinline__ Sequence sequence_of(const Lists& lists, int seq) {
+  return {lists.cu_seqlens[seq], lists.cu_seqlens[seq + 1], lists.page_start[seq], lists.kv_lens[seq],
+          lists.page_indptr[seq], lists.page_indptr[seq + 1]};
+}
+
 // Keys are counted from the first slot of the sequence's first page.
 struct Seen {
   const int* pages;
@@ -141,27 +160,53 @@ struct Seen {
   int old_end;         // keys before it were written in earlier steps
 };
 
-__device__ __forceinline__ Seen seen_by(int token, int num_seqs, const Lists& lists) {
+__device__ __forceinline__ Seen seen_by(int token, const Sequence& sequence, const Lists& lists) {
+  const int length = sequence.length - sequence.start;
+  Seen seen;
+  seen.pages = lists.page_indices + sequence.first_page;
+  seen.position = length - (sequence.queries_end - token);
+  seen.old_end = length - (sequence.queries_end - sequence.queries_start);
+  seen.end = min(seen.position + 1, (sequence.end_page - sequence.first_page) * PAGE_SIZE);
+  seen.lowest = 0;
+  if (WINDOW > 0) seen.lowest = max(0, seen.position - WINDOW + 1);
+  if (CHUNK > 0) seen.lowest = max(0, (seen.position + sequence.start) / max(CHUNK, 1) * CHUNK - sequence.start);
+  return seen;
+}
+
+__device__ __forceinline__ Seen nothing_seen(const Lists& lists) { return {lists.page_indices, 0, 0, 0, 0}; }
+
+#ifdef ONE_QUERY
+
+// Of the sequence with this number: its token, which is set to -1 if it has another number of them than one. Tokens
+// past the last sequence are one more, without keys.
+__device__ __forceinline__ Seen seen_by_only_token(int seq, int num_seqs, int num_tokens, int& token, const Lists& lists) {
+  if (seq >= num_seqs) {
+    token = lists.cu_seqlens[num_seqs];
+    if (num_tokens - token != 1) token = -1;
+    return nothing_seen(lists);
+  }
+  const Sequence sequence = sequence_of(lists, seq);
+  token = sequence.queries_end - sequence.queries_start == 1 ? sequence.queries_start : -1;
+  return seen_by(sequence.queries_start, sequence, lists);
+}
+
+#else
+
+// Where all sequences have one token, it is that of the sequence with its number; else the sequence is looked for.
+__device__ __forceinline__ Seen seen_by_token(int token, int num_seqs, const Lists& lists) {
+  if (num_seqs == 0) return nothing_seen(lists);
+  const Sequence likely = sequence_of(lists, min(token, num_seqs - 1));
+  if (likely.has(token)) return seen_by(token, likely, lists);
   const int lane = threadIdx.x % 32;
   int seq = 0;    // sequences that end before the token; padding belongs to one more, without keys
   for (int first = 0; first < num_seqs; first += 32) {
     const int b = first + lane;
     seq += __popc(__ballot_sync(0xffffffff, b < num_seqs && lists.cu_seqlens[min(b, num_seqs - 1) + 1] <= token));
   }
-  if (seq >= num_seqs) return {lists.page_indices, 0, 0, 0, 0};
-  const int queries_end = lists.cu_seqlens[seq + 1], queries_start = lists.cu_seqlens[seq];
-  const int start = lists.page_start[seq], first_page = lists.page_indptr[seq], end_page = lists.page_indptr[seq + 1];
-  const int length = lists.kv_lens[seq] - start;
-  Seen seen;
-  seen.pages = lists.page_indices + first_page;
-  seen.position = length - (queries_end - token);
-  seen.old_end = length - (queries_end - queries_start);
-  seen.end = min(seen.position + 1, (end_page - first_page) * PAGE_SIZE);
-  seen.lowest = 0;
-  if (WINDOW > 0) seen.lowest = max(0, seen.position - WINDOW + 1);
-  if (CHUNK > 0) seen.lowest = max(0, (seen.position + start) / max(CHUNK, 1) * CHUNK - start);
-  return seen;
+  return seq < num_seqs ? seen_by(token, sequence_of(lists, seq), lists) : nothing_seen(lists);
 }
+
+#endif
 
 // --- keys and values ------------------------------------------------------------------------------------------------
 
@@ -411,22 +456,40 @@ __device__ __forceinline__ void hand_over(const Sums& sums, int part, u32 joined
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
     const float(&x)[4] = sums.values[tile];
-    const u32 to = joined + (part * OWN_TILES + tile / CLUSTER) * TILE_BYTES + lane * 16;
+    const u32 to = joined + part * SUMS_PITCH + tile / CLUSTER * TILE_BYTES + lane * 16;
     give(to, tile % CLUSTER, x[0], x[1], x[2], x[3], barrier);
   }
   if (lane / 4 < CLUSTER)
-    give(weights + part * WEIGHT_BYTES + lane % 4 * 16, lane / 4, sums.highest[0], sums.highest[1], sums.total[0],
+    give(weights + part * WEIGHTS_PITCH + lane % 4 * 16, lane / 4, sums.highest[0], sums.highest[1], sums.total[0],
          sums.total[1], barrier);
 }
 
-// One warp: a tile of the result. `sinks`: in base 2, of the lane's two heads.
+// One warp: a tile of the result. `factor`: of the lane's two heads.
+__device__ __forceinline__ void write_tile(Element* out, const float (&y)[4], const float (&factor)[2], int tile,
+                                           int num_heads) {
+  const int lane = threadIdx.x % 32;
+  u32 first = transposed(rounded(y[0] * factor[0], y[1] * factor[1]));
+  u32 second = transposed(rounded(y[2] * factor[0], y[3] * factor[1]));
+#ifdef CACHE_FLOAT8    // every second element, and those between them
+  const u32 even = first, odd = second;
+  first = __byte_perm(even, odd, 0x5410);
+  second = __byte_perm(even, odd, 0x7632);
+#endif
+  if (lane / 4 < num_heads) {    // pairs of neighbouring elements of head `lane / 4`
+    u32* to = (u32*)(out + lane / 4 * SIZE + tile * 16 + lane % 4 * LANE_STEP);
+    to[0] = first;
+    to[PAIR_STEP / 2] = second;
+  }
+}
+
+// One warp: a tile of the result, of what the parts are. `sinks`: in base 2, of the lane's two heads.
 __device__ __forceinline__ void join(Element* out, const float (&sinks)[2], float v_scale, int tile, int num_parts,
                                      int num_heads, u32 joined, u32 weights) {
   const int lane = threadIdx.x % 32;
   const u32 sums_at = joined + tile / CLUSTER * TILE_BYTES + lane * 16, weights_at = weights + lane % 4 * 16;
   float highest[2] = {sinks[0], sinks[1]}, total[2] = {0, 0}, y[4] = {0, 0, 0, 0};
   for (int part = lane / 4; part < num_parts; part += 8) {
-    const float4 found = load_near(weights_at + part * WEIGHT_BYTES);
+    const float4 found = load_near(weights_at + part * WEIGHTS_PITCH);
     highest[0] = max(highest[0], found.x);
     highest[1] = max(highest[1], found.y);
   }
@@ -442,7 +505,7 @@ __device__ __forceinline__ void join(Element* out, const float (&sinks)[2], floa
   for (int start = 0; start < num_parts; start += 8) {
     float scale[2] = {0, 0};    // of part `start + lane / 4`
     if (start + lane / 4 < num_parts) {
-      const float4 found = load_near(weights_at + (start + lane / 4) * WEIGHT_BYTES);
+      const float4 found = load_near(weights_at + (start + lane / 4) * WEIGHTS_PITCH);
       scale[0] = power_of_2(found.x - reference[0]);
       scale[1] = power_of_2(found.y - reference[1]);
       total[0] += found.z * scale[0];
@@ -451,7 +514,7 @@ __device__ __forceinline__ void join(Element* out, const float (&sinks)[2], floa
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       if (start + i >= num_parts) break;
-      const float4 x = load_near(sums_at + (start + i) * OWN_TILES * TILE_BYTES);
+      const float4 x = load_near(sums_at + (start + i) * SUMS_PITCH);
       const float first = __shfl_sync(0xffffffff, scale[0], i * 4 + lane % 4);
       const float second = __shfl_sync(0xffffffff, scale[1], i * 4 + lane % 4);
       y[0] += x.x * first;
@@ -468,24 +531,28 @@ __device__ __forceinline__ void join(Element* out, const float (&sinks)[2], floa
     total[j] += power_of_2(sinks[j] - reference[j]);
     factor[j] = total[j] == 0 ? 0 : reciprocal(total[j]) * v_scale;
   }
-  u32 first = transposed(rounded(y[0] * factor[0], y[1] * factor[1]));
-  u32 second = transposed(rounded(y[2] * factor[0], y[3] * factor[1]));
-#ifdef CACHE_FLOAT8    // every second element, and those between them
-  const u32 even = first, odd = second;
-  first = __byte_perm(even, odd, 0x5410);
-  second = __byte_perm(even, odd, 0x7632);
-#endif
-  if (lane / 4 < num_heads) {    // pairs of neighbouring elements of head `lane / 4`
-    u32* to = (u32*)(out + lane / 4 * SIZE + tile * 16 + lane % 4 * LANE_STEP);
-    to[0] = first;
-    to[PAIR_STEP / 2] = second;
+  write_tile(out, y, factor, tile, num_heads);
+}
+
+// A warp that has all of a token's keys.
+__device__ __forceinline__ void write_alone(Element* out, const Sums& sums, const float (&sinks)[2], float v_scale,
+                                            int num_heads) {
+  float factor[2];
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const float highest = max(sums.highest[j], sinks[j]), reference = highest == NONE ? 0 : highest;
+    const float scale = power_of_2(sums.highest[j] - reference);
+    const float total = sums.total[j] * scale + power_of_2(sinks[j] - reference);
+    factor[j] = total == 0 ? 0 : reciprocal(total) * v_scale * scale;
   }
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) write_tile(out, sums.values[tile], factor, tile, num_heads);
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS) decode_attention(
     Element* out, const Element* q, const Stored* k, const Stored* v, const float* k_scale, const float* v_scale,
     const Sink* sinks, const float* slopes, const int* cu_seqlens, const int* kv_lens, const int* page_indices,
-    const int* page_indptr, const int* page_start, i64 num_seqs, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d,
+    const int* page_indptr, const int* page_start, i64 num_tokens, i64 num_seqs, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d,
     i64 k_stride_p, i64 k_stride_s, i64 k_stride_h, i64 v_stride_p, i64 v_stride_s, i64 v_stride_h) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 all_given;
@@ -502,10 +569,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int rank = blockIdx.x, kv_head = blockIdx.y / GROUPS, of_group = blockIdx.y % GROUPS * COLUMNS;
   const int head = kv_head * GROUP + of_group, num_heads = min(COLUMNS, GROUP - of_group);
-  const i64 token = blockIdx.z;
-  const u32 joined = shared_address(memory), weights = joined + PARTS * OWN_TILES * TILE_BYTES;
-  const u32 ring = joined + JOINED_BYTES + warp * (STAGES * 2 * BLOCK_BYTES);
-  const Seen seen = seen_by(token, num_seqs, {cu_seqlens, kv_lens, page_indices, page_indptr, page_start});
+  const u32 joined = shared_address(memory), weights = joined + WEIGHTS_AT;
+  const u32 ring = joined + JOINED_BYTES + warp * RING_BYTES;
+  const Lists lists = {cu_seqlens, kv_lens, page_indices, page_indptr, page_start};
+  int token = blockIdx.z;
+#ifdef ONE_QUERY
+  const Seen seen = seen_by_only_token(blockIdx.z, num_seqs, num_tokens, token, lists);
+  if (token < 0) {    // one block waits all the same: what follows may rely on what was in front
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_kernel_in_front();
+    return;
+  }
+#else
+  const Seen seen = seen_by_token(token, num_seqs, lists);
+#endif
   const Cache cache = {k + kv_head * k_stride_h, v + kv_head * v_stride_h,
                        (int)k_stride_p, (int)k_stride_s, (int)v_stride_p, (int)v_stride_s};
 
@@ -535,7 +611,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   end_group_of_copies();
 
   u32 queries[TILES][2];
-  load_queries(queries, q + token * q_stride_t + head * q_stride_h, q_stride_h, q_stride_d, num_heads);
+  load_queries(queries, q + (i64)token * q_stride_t + head * q_stride_h, q_stride_h, q_stride_d, num_heads);
   float factors[2] = {FACTOR, FACTOR}, value_scale = 1;
 #ifdef K_SCALE
 #pragma unroll
@@ -587,6 +663,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   for (int j = 0; j < 2; j++)
 #pragma unroll
     for (int other = 4; other < 32; other *= 2) sums.total[j] += __shfl_xor_sync(0xffffffff, sums.total[j], other);
+  Element* result = out + ((i64)token * HEADS + head) * SIZE;
+  if (PARTS == 1) return write_alone(result, sums, own_sinks, value_scale, num_heads);
   if (CLUSTER > 1) wait_for_cluster();    // all of it has begun
   if (CLUSTER > 1 && threadIdx.x == 0) {
     const int own_tiles = (TILES - rank + CLUSTER - 1) / CLUSTER;
@@ -599,6 +677,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
   else
     barrier_wait(barrier);
   for (int tile = warp * CLUSTER + rank; tile < TILES; tile += PARTS)
-    join(out + (token * HEADS + head) * SIZE, own_sinks, value_scale, tile, min(num_blocks, PARTS), num_heads, joined,
-         weights);
+    join(result, own_sinks, value_scale, tile, min(num_blocks, PARTS), num_heads, joined, weights);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from precast.ir.graph.schema import Expr
@@ -16,7 +17,13 @@ MOST_SIZE, WIDE = 256, 128
 NUM_SMS = 132
 """Streaming multiprocessors of H100 SXM, H200 and GH200."""
 RING_BYTES = 136 << 10
-"""Of the rings of a block's warps, together."""
+"""Of the rings of a block's warps, together, in steps of few tokens."""
+MANY: dict[int | None, tuple[int, int]] = {
+    16: (8, 136 << 10), 32: (4, 102 << 10), 64: (2, 51 << 10), None: (1, 26 << 10)
+}  # fmt: skip
+"""By sequences: the warps of a block, and bytes of their rings. With 8 key heads of 128 elements all blocks of up to 64
+sequences run at once. On an H200, 64 of 150 keys take 12 us, 256 take 42; by Triton 20 and 54."""
+MOST_STAGES = 8
 MOST_SHARED_BYTES = 227 * 1024 - 128
 """Of a block, without its barrier."""
 KEYS = 16
@@ -41,18 +48,34 @@ def launches(use: Use, *, slots: int) -> tuple[Launch, ...]:
     return (decode_launch(use, decode_of(use, slots)),)
 
 
-def decode_of(use: Use, slots: int) -> Decode:
-    """Clusters as large as leaves each block a multiprocessor to itself, if there are `slots` tokens.
+def beside(use: Use, *, prompts: Callable[[Use], Launch], slots: int | None) -> tuple[Launch, ...]:
+    """`precast.paged_attention` of many tokens and sequences: those with several queries are the launch's of
+    `prompts`."""
+    return prompts(use), decode_launch(use, decode_of(use, slots), one_query=True)
 
-    So a token's keys are shared by as many blocks as the GPU has for it. Rings hold what keeps memory busy; eight warps
-    compute while others wait, and heads of more than 128 elements leave room for four.
+
+def decode_of(use: Use, slots: int | None) -> Decode:
+    """By how many tokens there may be, each of a sequence; None for any number.
+
+    Few: clusters as large as leaves each block a multiprocessor to itself. So a token's keys are shared by as many
+    blocks as the GPU has for it. Rings hold what keeps memory busy; eight warps compute while others wait, and heads of
+    more than 128 elements leave room for four.
+
+    More: blocks are one by one, and as many share a multiprocessor as there are tokens for it. The more they are, the
+    fewer warps and keys each has: while one looks for its keys or joins its sums, the others keep memory busy.
     """
     size = _number(use, "k_cache", 3)
     stage = stage_bytes(size, use.width("k_cache"))
-    clusters = slots * _heads(use)
-    cluster = max(each for each in (1, 2, 4, 8) if each == 1 or clusters * each <= NUM_SMS)
-    warps = 8 if size <= WIDE else 4
-    return Decode(cluster, warps, max(1, min(8, RING_BYTES // (warps * stage))))
+    most_warps = 8 if size <= WIDE else 4
+    if slots is not None and slots <= MOST_TOKENS:
+        clusters = slots * _heads(use)
+        cluster = max(each for each in (1, 2, 4, 8) if each == 1 or clusters * each <= NUM_SMS)
+        return Decode(cluster, most_warps, max(1, min(MOST_STAGES, RING_BYTES // (most_warps * stage))))
+    warps, ring = next(MANY[most] for most in MANY if most is None or (slots is not None and slots <= most))
+    warps = min(warps, most_warps)
+    while warps > 1 and ring < 2 * warps * stage:
+        warps //= 2
+    return Decode(1, warps, max(2, min(MOST_STAGES, ring // (warps * stage))))
 
 
 def stage_bytes(size: int, width: int = 2) -> int:
@@ -61,14 +84,19 @@ def stage_bytes(size: int, width: int = 2) -> int:
 
 
 def shared_bytes(size: int, how: Decode, width: int = 2) -> int:
-    """What a block needs: what its cluster joins in it, and the rings of its warps. A cached element has `width`."""
-    own_tiles = -(-(size // 16) // how.cluster)
-    joined = how.cluster * how.warps * (own_tiles * _TILE_BYTES + _WEIGHT_BYTES)
-    return joined + how.warps * how.stages * stage_bytes(size, width)
+    """What a block needs: the rings of its warps, and what its cluster joins in it; alone it joins what is left in
+    the rings. A cached element has `width` bytes."""
+    ring, tiles = how.stages * stage_bytes(size, width), size // 16
+    if how.cluster == 1:
+        return how.warps * max(ring, tiles * _TILE_BYTES + _WEIGHT_BYTES)
+    return how.warps * (how.cluster * (-(-tiles // how.cluster) * _TILE_BYTES + _WEIGHT_BYTES) + ring)
 
 
-def decode_launch(use: Use, how: Decode) -> Launch:
-    """Each token for itself, a cluster for each 8 heads that share a key head."""
+def decode_launch(use: Use, how: Decode, *, one_query: bool = False) -> Launch:
+    """Each token for itself, a cluster for each 8 heads that share a key head.
+
+    `one_query`: of sequences with one token; that of others is another launch's.
+    """
     heads, kv_heads, size = (_number(use, name, axis) for name, axis in (("q", 2), ("k_cache", 2), ("k_cache", 3)))
     window, chunk, cap, scale = (use.constant(name) or 0 for name in ("window", "chunk", "soft_cap", "scale"))
     has_sinks, width = use.has("sinks"), use.width("k_cache")
@@ -76,11 +104,11 @@ def decode_launch(use: Use, how: Decode) -> Launch:
     names = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
     return Launch(
         kernel="precast.kernels.attention/decode.cu:decode_attention",
-        grid=(how.cluster, _heads(use), use.shape("q")[1]),
+        grid=(how.cluster, _heads(use), add(_sequences(use), 1) if one_query else use.shape("q")[1]),
         args=(
             Pointer("out.0"), Pointer("q"), Pointer("k_cache"), Pointer("v_cache"),
             *(Pointer(name) if use.has(name) else None for name in ("k_scale", "v_scale", "sinks", "slopes")),
-            *(Pointer(name) for name in names), _sequences(use),
+            *(Pointer(name) for name in names), use.shape("q")[1], _sequences(use),
             *(Stride("q", axis) for axis in (1, 2, 3)),
             *(Stride(name, axis) for name in ("k_cache", "v_cache") for axis in (0, 1, 2)),
         ),
@@ -91,6 +119,7 @@ def decode_launch(use: Use, how: Decode) -> Launch:
             "WINDOW": window, "CHUNK": chunk, "SINKS": has_sinks,
             "SINKS_FLOAT32": has_sinks and use.width("sinks") == 4, "SLOPES": use.has("slopes"),
             "CLUSTER": how.cluster, "WARPS": how.warps, "STAGES": how.stages,
+            "ONE_QUERY": one_query,
         },
         block=32 * how.warps,
         shared_bytes=shared_bytes(size, how, width),

@@ -139,12 +139,22 @@ def paged(use: Use, *, is_small: bool, slots: range | None = None) -> tuple[Laun
     `slots`: as `split_tile` takes them.
     """
     small = split_launches(use, split_tile(use, slots), splits_of(use), is_small=is_small)
-    return small if is_small else (context_launch(use, context_tile(use)), *small)
+    return small if is_small else (context(use), *small)
 
 
 def hopper(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_attention` for steps of many tokens, on Hopper."""
-    return (hopper_launch(use, hopper_tile(use)), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
+    return (hopper_context(use), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
+
+
+def context(use: Use) -> Launch:
+    """Of sequences with several queries, in steps of many tokens."""
+    return context_launch(use, context_tile(use))
+
+
+def hopper_context(use: Use) -> Launch:
+    """The same by the kernel whose warps have roles."""
+    return hopper_launch(use, hopper_tile(use))
 
 
 def partial_bytes(use: Use, *, is_small: bool) -> Expr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul
 from precast.kernels.attention import decode, launches, workspace
 from precast.kernels.attention.launches import FEW_SLOTS, MANY_SLOTS, SMALL_STEP
-from precast.kernels.records import Condition, Record, nothing, reference, reference_on_cpu
+from precast.kernels.records import Condition, Launch, Record, nothing, reference, reference_on_cpu
 from precast.kernels.use import Use, numbers
 
 _COMPUTED: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
@@ -90,17 +91,38 @@ _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 """By slots for sequences: tiles differ."""
 
-_FEW_TOKENS = {"few": (0, FEW_SLOTS), "small": (FEW_SLOTS + 1, decode.MOST_TOKENS)}
-"""By slots for sequences: clusters differ."""
+_SINGLE_TOKENS = {
+    "few": ((0, decode.MOST_TOKENS), (0, FEW_SLOTS)), "small": ((0, decode.MOST_TOKENS), (FEW_SLOTS + 1, 8)),
+    "to_16": ((9, 16), (9, 16)), "to_32": ((17, 32), (17, 32)), "to_64": ((33, SMALL_STEP), (33, 64)),
+}  # fmt: skip
+"""Tokens, and slots for sequences: fewer than two tokens each, on average. Clusters and rings differ."""
+
+_SINGLE_TOKENS_BESIDE = {"to_64": (MANY_SLOTS, 64), "many": (65, None)}
+"""Slots for sequences in steps of more than `SMALL_STEP` tokens."""
+
+
+def _beside_prompts(name: str, prompts: Callable[[Use], Launch], *also: Condition) -> tuple[Record, ...]:
+    """What takes a kernel's prompts, and leaves single tokens to `decode.cu`."""
+    given: dict[str, Any] = {**_DECODE, "takes": (*_DECODE["takes"], *also)}
+    return tuple(
+        Record(
+            name=f"cuda.paged_attention.{name}_{of_slots}", **given, sizes={"T": (SMALL_STEP + 1, None), "B": slots},
+            runs=partial(decode.beside, prompts=prompts, slots=slots[1]),
+        )
+        for of_slots, slots in _SINGLE_TOKENS_BESIDE.items()
+    )  # fmt: skip
+
 
 RECORDS = (
     *(
         Record(
-            name=f"cuda.paged_attention.{name}", **_DECODE, sizes={"T": (0, decode.MOST_TOKENS), "B": slots},
+            name=f"cuda.paged_attention.{name}", **_DECODE, sizes={"T": tokens, "B": slots},
             runs=partial(decode.launches, slots=slots[1]),
         )
-        for name, slots in _FEW_TOKENS.items()
+        for name, (tokens, slots) in _SINGLE_TOKENS.items()
     ),
+    *_beside_prompts("beside_hopper", launches.hopper_context, _PLAIN_CACHE),
+    *_beside_prompts("beside_prompts", launches.context),
     *(
         Record(
             name=f"triton.paged_attention.{name}", **_PAGED, sizes={"T": (0, SMALL_STEP), "B": slots},

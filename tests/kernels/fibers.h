@@ -87,6 +87,7 @@ class Meeting {
     if (arrive()) return;
     while (turn == own) let_others_run();
   }
+  bool has_begun() const { return arrived > 0 || turn > 0; }
   unsigned turn = 0;
 
  private:

@@ -14,9 +14,10 @@ from op_samples.draw import Draw, Sample
 
 from precast.ir.graph.schema import Const, Node, Ref, TensorType, Value
 from precast.ir.memory.liveness import Operand
-from precast.kernels.attention.decode import Decode, decode_launch, decode_of
+from precast.kernels.attention.decode import Decode, decode_launch, decode_of, shared_bytes
 from precast.kernels.attention.paged import PAGED_ATTENTION, paged_attention
 from precast.kernels.attention.records import RECORDS
+from precast.kernels.choices import resolve
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import as_function
 from precast.kernels.records import Record, nothing
@@ -27,6 +28,7 @@ FILE = "attention/decode.cu"
 HOPPER = (9, 0)
 CPU = torch.device("cpu")
 Run = Callable[..., torch.Tensor]
+CUDA = [record for record in RECORDS if record.kind == "cuda"]
 
 
 def drawn(draw: Draw, heads: int, sinks: torch.dtype, more: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +53,9 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the kernel's source. What the kernel in front writes is not there before the wait: NaN is."""
     source = Source(tmp_path_factory.mktemp("decode"), FILE, "decode_on_cpu.cpp")
 
-    def execute(sample: Sample, how: Decode, *, late: bool = False) -> torch.Tensor:
+    def execute(sample: Sample, how: Decode, *, late: bool = False, one_query: bool = False) -> torch.Tensor:
         use = use_of(sample)
-        launch = decode_launch(use, how)
+        launch = decode_launch(use, how, one_query=one_query)
         out = torch.full(sample["q"].shape, float("nan"), dtype=sample["q"].dtype)
         tensors = {name: x for name, x in sample.items() if torch.is_tensor(x)} | {"out.0": out}
         before = {"q": torch.full_like(sample["q"], torch.nan)}
@@ -93,6 +95,9 @@ DECODE = [(1, length) for length in (1, 17, 64, 175)]
         (HALF, 19, 1, 16, 4, Decode(2, 2, 1), SCALED | {"window": 20, "sinks": True}),
         (BRAIN, 1, 1, 256, 32, Decode(4, 2, 2), SCALED | {"window": 33}),
         (HALF, 2, 2, 112, 1, Decode(1, 4, 1), SCALED | {"chunk": 37, "cut": True, "padding": 1}),
+        (BRAIN, 8, 2, 128, 16, Decode(1, 1, 3), {"sinks": True, "padding": 2}),
+        (HALF, 4, 1, 256, 16, Decode(1, 1, 2), {"slopes": True, "window": 33, "cut": True}),
+        (BRAIN, 7, 1, 80, 5, Decode(1, 1, 4), SCALED | {"chunk": 37, "soft_cap": 4.0}),
     ],
     ids=str,
 )
@@ -107,6 +112,22 @@ def test_source_on_a_cpu(
         expected = paged_attention(**sample)
         for late in (False, True):
             same(PAGED_ATTENTION, on_cpu(sample, how, late=late), expected)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 2])
+@pytest.mark.parametrize("how", [Decode(1, 1, 2), Decode(1, 2, 2)], ids=str)
+def test_single_tokens_beside_prompts(on_cpu: Run, how: Decode, padding: int, same: Callable[..., None]) -> None:
+    """Rows of sequences with several tokens are another launch's, as are several of padding. One of padding is 0."""
+    sample = paged_sample(Draw(BRAIN, CPU), MIXED, heads=4, kv_heads=2, size=64, page_size=16, padding=padding)
+    single = [token for token, (queries, _) in zip((0, 3, 4, 4, 6), MIXED, strict=True) if queries == 1]
+    single += [7] if padding == 1 else []
+
+    found = on_cpu(sample, how, one_query=True)[:, single]
+    others = [token for token in range(7 + padding) if token not in single]
+
+    same(PAGED_ATTENTION, found, paged_attention(**sample)[:, single])
+    assert on_cpu(sample, how, one_query=True)[:, others].isnan().all()
+    assert torch.equal(found, on_cpu(sample, how)[:, single])
 
 
 @pytest.mark.parametrize("cached", [BRAIN, FLOAT8], ids=str)
@@ -217,12 +238,11 @@ def test_what_records_launch_fits_a_multiprocessor(
 ) -> None:  # fmt: skip
     sample = paged_sample(Draw(BRAIN, CPU), DECODE, heads=heads, kv_heads=kv_heads, size=size, page_size=16, **more)
     use = use_of(sample)
-    for record in RECORDS[:2]:
+    for record in CUDA:
         assert callable(record.runs)
-        (launch,) = record.runs(use)
+        launch = record.runs(use)[-1]
         used = used_by(launch)
 
-        assert record.kind == "cuda"
         assert launch.grid[0] <= 8
         assert used["SHARED"] <= 227 << 10
         assert used["REG"] * launch.block <= 65536
@@ -255,6 +275,32 @@ def test_rings_of_8_bits_hold_as_many_keys_at_least() -> None:
         ]
 
         assert tuple(decode_of(use_of(sample), 8).stages for sample in samples) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "cached", "expected"),
+    [
+        (64, BRAIN, [(8, 3), (4, 5), (2, 5), (1, 5)]),
+        (128, BRAIN, [(8, 2), (4, 3), (2, 3), (1, 3)]),
+        (128, FLOAT8, [(8, 3), (4, 5), (2, 5), (1, 5)]),
+        (256, BRAIN, [(4, 2), (2, 3), (1, 3), (1, 2)]),
+    ],
+    ids=str,
+)
+def test_the_more_sequences_the_smaller_are_blocks(
+    size: int, cached: torch.dtype, expected: list[tuple[int, int]]
+) -> None:
+    """Warps of a block, and stages of their rings; of 9 to 64 sequences and 8 key heads all fit the GPU at once, but
+    for 256 elements."""
+    sample = paged_sample(Draw(BRAIN, CPU), DECODE, heads=32, kv_heads=8, size=size, page_size=16, cache_dtype=cached)
+    use = use_of(sample)
+    found = {slots: decode_of(use, slots) for slots in (16, 32, 64, None)}
+
+    assert [(how.warps, how.stages) for how in found.values()] == expected
+    assert {how.cluster for how in found.values()} == {1}
+    for slots, how in found.items():
+        room = (227 << 10) // (shared_bytes(size, how, cached.itemsize) + 1024)
+        assert slots is None or size == 256 or slots * 8 <= 132 * room
 
 
 def test_blocks_of_a_step_have_a_multiprocessor_each() -> None:
@@ -303,7 +349,9 @@ def long_sample(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", [Decode(1, 4, 2), Decode(2, 8, 1), Decode(4, 2, 3), Decode(8, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "how", [Decode(1, 1, 3), Decode(1, 4, 2), Decode(2, 8, 1), Decode(4, 2, 3), Decode(8, 2, 2)], ids=str
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "page_size", "more"),
     [
@@ -345,6 +393,37 @@ def test_sequences_of_8_bits(
     sample = long_sample(Draw(dtype, hopper), heads, kv_heads, size, page_size, more)
 
     same(PAGED_ATTENTION, run(sample, how), paged_attention(**sample))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [9, 16, 29, 64, 200])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "more"),
+    [
+        (32, 8, 128, {}),
+        (64, 8, 64, {"window": 128, "sinks": True, "cut": True}),
+        (16, 8, 256, SCALED | {"soft_cap": 50.0}),
+        (14, 1, 80, EIGHT | {"chunk": 600, "slopes": True, "cut": True}),
+    ],
+    ids=str,
+)
+def test_many_sequences(
+    hopper: torch.device, heads: int, kv_heads: int, size: int, number: int, more: dict[str, Any],
+    same: Callable[..., None],
+) -> None:  # fmt: skip
+    """As the records have it, with contexts of 1 to 1,500 tokens; beside prompts, and alone."""
+    draw = Draw(BRAIN, hopper)
+    more = drawn(draw, heads, draw.dtype, more)
+    lengths = [(1, 1 + 97 * i % 1500) for i in range(number)]
+    for sequences in (lengths, [*lengths, (5, 300), (200, 450)] if number > 32 else lengths):
+        sample = paged_sample(draw, sequences, heads=heads, kv_heads=kv_heads, size=size, page_size=16, **more)
+        tokens, slots = sample["q"].shape[1], len(sequences)
+        record = resolve(use_of(sample), {"T": tokens, "B": slots}).record
+        out = torch.full_like(sample["q"], torch.nan)
+        as_function(record)(**sample, out=out)
+
+        assert record.kind == "cuda"
+        same(PAGED_ATTENTION, out, paged_attention(**sample))
 
 
 @pytest.mark.gpu

@@ -85,14 +85,31 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
     return {name: resolve(use).record.name for name, use in found.items()}
 
 
-def not_cuda(why: str) -> str:
-    """Why none of the kernels of attention in CUDA C++ is chosen."""
-    return "; ".join(f"not cuda.paged_attention{each}: {why}" for each in (".few", ".small"))
+SINGLE_TOKENS = {
+    "few": "0 to 8", "small": "0 to 8", "to_16": "9 to 16", "to_32": "17 to 32", "to_64": "33 to 64",
+    "beside_hopper_to_64": "65 to any", "beside_hopper_many": "65 to any", "beside_prompts_to_64": "65 to any",
+    "beside_prompts_many": "65 to any",
+}  # fmt: skip
+"""The kernels of attention in CUDA C++, and how many tokens each takes."""
 
 
-def not_triton(why: str) -> str:
+def refused(why: dict[str, str]) -> str:
+    """Records with the reason why they are not chosen; those with the same reason as the one in front follow it."""
+    told = []
+    for reason, names in itertools.groupby(why, lambda name: why[name]):
+        first, *others = names
+        told += [f"not {first}: {reason}", *([f"nor {', '.join(others)}"] if others else [])]
+    return "; ".join(told)
+
+
+def not_cuda(why: str) -> dict[str, str]:
+    """Why none of them is chosen. `{}` stands for the tokens that it takes."""
+    return {f"cuda.paged_attention.{each}": why.format(takes) for each, takes in SINGLE_TOKENS.items()}
+
+
+def not_triton(why: str) -> dict[str, str]:
     """Why none of those in Triton is chosen."""
-    return "; ".join(f"not triton.paged_attention{each}: {why}" for each in (*SMALL, ".hopper", ""))
+    return {f"triton.paged_attention{each}": why for each in (*SMALL, ".hopper", "")}
 
 
 ANYWHERE = {
@@ -107,8 +124,7 @@ ON_OLD_GPUS = ON_GPUS | {"y": "triton.paged_attention"}
 IN_TORCH = {"write": "reference.write_kv", "y": "torch.paged_attention", **TORCH_ROWS}
 SMALL = (".few", ".small", ".many")
 HOPPER = "it wants compute capability 9.0 or higher"
-OF_FEW_TOKENS = "; ".join(f"not triton.paged_attention{each}: T is 65, it takes 0 to 64" for each in SMALL)
-OF_TOKENS = "T is 65, it takes 0 to 8"
+OF_FEW_TOKENS = {f"triton.paged_attention{each}": "T is 65, it takes 0 to 64" for each in SMALL}
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------
@@ -125,8 +141,13 @@ def test_an_op_is_found_where_its_records_are() -> None:
 def test_steps_of_many_tokens() -> None:
     new, old = (resolve(uses(target)["y"], {"T": 65, "B": 1}).reason for target in (GPU, OLD))
 
-    assert new == f"the fastest of 8; {not_cuda(OF_TOKENS)}; {OF_FEW_TOKENS}"
-    assert old == f"the fastest of 5; {not_cuda(HOPPER)}; {OF_FEW_TOKENS}; not triton.paged_attention.hopper: {HOPPER}"
+    of_slots = {"beside_hopper_to_64": "33 to 64", "beside_hopper_many": "65 to any"}
+    of_slots |= {name.replace("hopper", "prompts"): slots for name, slots in of_slots.items()}
+    why = {f"cuda.paged_attention.{name}": f"B is 1, it takes {of_slots[name]}" if name in of_slots
+           else f"T is 65, it takes {takes}" for name, takes in SINGLE_TOKENS.items()}  # fmt: skip
+    of_hopper = {"triton.paged_attention.hopper": HOPPER}
+    assert new == f"the fastest of 15; {refused(why | OF_FEW_TOKENS)}"
+    assert old == f"the fastest of 5; {refused(not_cuda(HOPPER) | OF_FEW_TOKENS | of_hopper)}"
 
 
 @pytest.mark.parametrize("target", [GPU, PAIR, OLD], ids=["one", "two", "old"])
@@ -135,12 +156,18 @@ def test_a_layer_on_gpus(target: Target) -> None:
 
     assert chosen(found) == {**ANYWHERE, **(ON_OLD_GPUS if target == OLD else ON_GPUS)}
     assert {resolve(use).record.control for use in found.values()} == {"static"}
-    by_slots = {2: "few", 3: "small", 32: "small", 33: "many", 64: "many"}
+    by_slots = {2: "few", 3: "small", 32: "small"} | ({33: "many", 64: "many"} if target == OLD else {})
     for slots, name in by_slots.items():
         assert resolve(found["y"], {"T": 64, "B": slots}).record.name == f"triton.paged_attention.{name}"
     kind = "triton" if target == OLD else "cuda"
     for slots, name in {1: "few", 2: "few", 3: "small", 8: "small"}.items():
         assert resolve(found["y"], {"T": slots, "B": slots}).record.name == f"{kind}.paged_attention.{name}"
+    single = {9: "to_16", 16: "to_16", 17: "to_32", 32: "to_32", 33: "to_64", 64: "to_64", 65: "beside_hopper_many"}
+    for slots, name in single.items():
+        is_single = resolve(found["y"], {"T": slots, "B": slots}).record.name == f"cuda.paged_attention.{name}"
+        assert is_single == (target != OLD)
+    for slots, name in {33: "cuda.paged_attention.beside_hopper_to_64", 32: "triton.paged_attention.hopper"}.items():
+        assert (resolve(found["y"], {"T": 900, "B": slots}).record.name == name) == (target != OLD)
     assert resolve(found["heads"]).reason == "the only one"
 
 
@@ -149,7 +176,7 @@ def test_a_layer_on_a_cpu() -> None:
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     why = "it runs on cuda"
-    assert resolve(found["y"]).reason == f"the fastest of 2; {not_cuda(why)}; {not_triton(why)}"
+    assert resolve(found["y"]).reason == f"the fastest of 2; {refused(not_cuda(why) | not_triton(why))}"
 
 
 def test_without_triton_attention_reads_the_host() -> None:
@@ -158,8 +185,8 @@ def test_without_triton_attention_reads_the_host() -> None:
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     choice = resolve(found["y"])
     assert choice.record.control == "host"
-    of_any_size = not_cuda("T is not known, it takes 0 to 8")
-    assert choice.reason == f"the fastest of 3; {of_any_size}; {not_triton('triton is not installed')}"
+    of_any_size = not_cuda("T is not known, it takes {}")
+    assert choice.reason == f"the fastest of 10; {refused(of_any_size | not_triton('triton is not installed'))}"
 
 
 def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
@@ -167,8 +194,8 @@ def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
     wanted = "it wants compute capability 8.0 or higher"
 
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
-    each = not_triton(wanted).replace(f"hopper: {wanted}", f"hopper: {HOPPER}")
-    assert resolve(found["y"]).reason == f"the only one; {not_cuda(HOPPER)}; {each}"
+    each = not_triton(wanted) | {"triton.paged_attention.hopper": HOPPER}
+    assert resolve(found["y"]).reason == f"the only one; {refused(not_cuda(HOPPER) | each)}"
     assert resolve(found["write"]).reason == f"the only one; not triton.write_kv: {wanted}"
     kept = [record.min_capability for record in all_records() if record.kind == "triton"]
     assert set(kept) == {(8, 0), (9, 0)}
@@ -448,16 +475,21 @@ def test_a_gated_layer_holds_the_products_of_so_many_rows() -> None:
         (product(static=False), "it wants weight and bias in row-major order that no op makes"),
         (product(rows="B"), "it wants rows that are tokens"),
         (product(dtype="float32"), "input is float32, it takes bfloat16, float16"),
-        (product(target=Target("cuda", (7, 5))), "it wants compute capability 8.0 or higher"),
         (product(target=GPU._replace(kinds=frozenset(("torch", "triton")))), "library is not installed"),
     ],
-    ids=["made", "rows", "dtype", "old", "not installed"],
+    ids=["made", "rows", "dtype", "not installed"],
 )
 def test_what_stays_with_torch(use: Use, why: str) -> None:
     (case,) = cases(use)
 
     assert case.choice.record.name == "torch.linear.default"
     assert f"not cublaslt.linear: {why}" in case.choice.reason
+
+
+def test_names_with_the_reason_of_the_one_in_front_follow_it() -> None:
+    (case,) = cases(product(target=Target("cuda", (7, 5))))
+
+    assert "; not triton.linear: it wants compute capability 8.0 or higher; nor cublaslt.linear" in case.choice.reason
 
 
 def test_params_of_blocks_and_of_main_are_no_ops_results() -> None:
@@ -521,7 +553,7 @@ def test_what_was_measured_comes_first() -> None:
     assert resolve(use, {"T": 64}) == (resolve(uses(CPU)["y"]).record, "measured")
     assert resolve(use, {"T": 65}).record.name == "triton.paged_attention.hopper"
     found = [(case.sizes["T"], case.choice.reason) for case in cases(use)]
-    assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 8), (9, 64)}
+    assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 8), (9, 16), (17, 32), (33, 64)}
     assert {tokens for tokens, reason in found if reason != "measured"} == {(65, None)}
 
 
