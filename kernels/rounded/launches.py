@@ -13,6 +13,8 @@ from precast.kernels.use import Use
 _KERNELS = "precast.kernels.rounded.triton"
 _BLOCK = 1024
 _MOST_WARPS = 16
+_MOST_BLOCKS, _WARPS = 8, 8
+"""Of a cluster that shares a row, and the warps of each."""
 
 
 def rounded_norm(use: Use) -> tuple[Launch, ...]:
@@ -76,6 +78,26 @@ def rounded_gate(use: Use) -> tuple[Launch, ...]:
             pdl=has_pdl,
         ),
     )
+
+
+def cluster_gate(use: Use) -> tuple[Launch, ...]:
+    """One launch of `gate.cu`: a cluster for each row, of as many blocks as have eight elements a thread."""
+    rows, width = rows_of(use, "x"), known(use, "x", -1) // 2
+    cluster = min(_MOST_BLOCKS, power_of_two(-(-width // (8 * 32 * _WARPS))))
+    return (
+        Launch(
+            "precast.kernels.rounded/gate.cu:rounded_gate",
+            grid=(mul(cluster, rows.total),),
+            args=(Pointer("out.0"), Pointer("out.1"), Pointer("x"), rows.inner, *rows.strides),
+            constants={
+                "FLOAT16": use.operands["x"].type.dtype == "float16", "GATE": str(use.constant("kind")), "WIDTH": width,
+                "CLUSTER": cluster, "WARPS": _WARPS,
+            },
+            block=32 * _WARPS,
+            shared_bytes=4 * cluster * _WARPS,
+            pdl=True,
+        ),
+    )  # fmt: skip
 
 
 def gate_fits(use: Use) -> bool:

@@ -1,4 +1,5 @@
-"""What computes norms and gates whose results are rounded to few bits: Triton on GPUs, else the definitions."""
+"""What computes norms and gates whose results are rounded to few bits: Triton on GPUs, gates by token in CUDA C++ on
+Hopper, else the definitions."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul, numel
 from precast.kernels.gated_activation import records as gates
 from precast.kernels.quantised_linear.launches import LONGEST_ROUNDED
-from precast.kernels.records import Condition, Launches, Record, reference
+from precast.kernels.records import Condition, Launches, Record, nothing, reference
 from precast.kernels.rms_norm import records as norms
 from precast.kernels.rounded import launches
 from precast.kernels.rows import HAS_ROWS, HAS_SHORT_ROWS, in_triton
@@ -28,6 +29,12 @@ def _triton(op: str, runs: Launches, *takes: Condition, computed: tuple[str, ...
     return in_triton(f"precast.{op}", runs, computed, *takes, has_float8)
 
 
+_BY_TOKEN = Condition(
+    "rows that are rounded to float8 by token, of a multiple of 8 values",
+    lambda use: use.constant("activation") == "fp8_token" and (use.number("x", -1) or 0) % 16 == 0,
+)
+
+
 def _rounding(use: Use) -> Expr:
     """The result before it is rounded, in its type and in float32, its magnitudes, quotients, and these bounded."""
     return mul(width(use.operands["x"]) + 4 * 5, numel(use.result.shape))
@@ -46,6 +53,11 @@ RECORDS = (
     reference("precast.rounded_rms_norm", "rounded.rounded", _norm),
     _triton("rounded_residual_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),
     reference("precast.rounded_residual_rms_norm", "rounded.rounded", _norm),
+    Record(
+        name="cuda.rounded_gated_activation", op="precast.rounded_gated_activation", kind="cuda", devices=("cuda",),
+        min_capability=(9, 0), max_capability=(9, 0), dtypes={"x": ("float16", "bfloat16")}, allocates=False,
+        takes=(HAS_ROWS, _BY_TOKEN), workspace=nothing, runs=launches.cluster_gate,
+    ),
     _triton("rounded_gated_activation", launches.rounded_gate, HAS_ROWS, _GATE_FITS),
     reference("precast.rounded_gated_activation", "rounded.rounded", _gate),
-)
+)  # fmt: skip

@@ -198,7 +198,8 @@ def paged_use(
 )
 @pytest.mark.parametrize(("tokens", "slots"), [(9, 1), (9, 3), (33, 33), (SMALL_STEP + 1, 1)])
 def test_paged_attention_compiles(use: Use, tokens: int, slots: int) -> None:
-    launches = resolve(use, {"T": tokens, "B": slots}).record.runs
+    in_triton = [record for record in records_of("precast.paged_attention", 1) if record.kind == "triton"]
+    launches = resolve(use, {"T": tokens, "B": slots}, records=in_triton).record.runs
     assert callable(launches)
     for launch in launches(use):
         found = compiled_launch(use, launch)
@@ -581,7 +582,7 @@ def test_states_compile_for_hopper(use: Use) -> None:
 
 @pytest.mark.parametrize("tokens", [SMALL_STEP, 256])
 def test_nothing_is_joined_in_steps_of_many_slots(tokens: int) -> None:
-    use = paged_use((9, 0), "bfloat16", 32, 8, 128)
+    use = paged_use((8, 0), "bfloat16", 32, 8, 128)
     programs = {}
     for slots in (1, 2, 8, 32, 33, 64):
         launches = resolve(use, {"T": tokens, "B": slots}).record.runs
