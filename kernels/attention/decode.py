@@ -19,10 +19,12 @@ NUM_SMS = 132
 RING_BYTES = 136 << 10
 """Of the rings of a block's warps, together, in steps of few tokens."""
 MANY: dict[int | None, tuple[int, int]] = {
-    16: (8, 136 << 10), 32: (4, 102 << 10), 64: (2, 51 << 10), None: (1, 26 << 10)
+    16: (8, 136 << 10), 32: (4, 102 << 10), 48: (4, 68 << 10), 64: (2, 51 << 10), 96: (2, 34 << 10), None: (1, 26 << 10)
 }  # fmt: skip
-"""By sequences: the warps of a block, and bytes of their rings. With 8 key heads of 128 elements all blocks of up to 64
-sequences run at once. On an H200, 64 of 150 keys take 12 us, 256 take 42; by Triton 20 and 54."""
+"""By sequences: the warps of a block, and bytes of their rings. With 8 key heads of 128 elements all blocks of up to 96
+sequences run at once, and few multiprocessors have room for more than others: else some would have twice as much to do.
+On an H200, 64 sequences of 150 keys take 12 us, 256 take 41; by Triton 20 and 53. 48 of 4,096 take 188 us, with the
+blocks for 64 they take 237."""
 MOST_STAGES = 8
 MOST_SHARED_BYTES = 227 * 1024 - 128
 """Of a block, without its barrier."""

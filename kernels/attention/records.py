@@ -93,11 +93,12 @@ _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
 
 _SINGLE_TOKENS = {
     "few": ((0, decode.MOST_TOKENS), (0, FEW_SLOTS)), "small": ((0, decode.MOST_TOKENS), (FEW_SLOTS + 1, 8)),
-    "to_16": ((9, 16), (9, 16)), "to_32": ((17, 32), (17, 32)), "to_64": ((33, SMALL_STEP), (33, 64)),
+    "to_16": ((9, 16), (9, 16)), "to_32": ((17, 32), (17, 32)), "to_48": ((33, 48), (33, 48)),
+    "to_64": ((49, SMALL_STEP), (33, SMALL_STEP)),
 }  # fmt: skip
 """Tokens, and slots for sequences: fewer than two tokens each, on average. Clusters and rings differ."""
 
-_SINGLE_TOKENS_BESIDE = {"to_64": (MANY_SLOTS, 64), "many": (65, None)}
+_SINGLE_TOKENS_BESIDE = {"to_48": (MANY_SLOTS, 48), "to_64": (49, 64), "to_96": (65, 96), "many": (97, None)}
 """Slots for sequences in steps of more than `SMALL_STEP` tokens."""
 
 

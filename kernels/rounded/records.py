@@ -3,6 +3,8 @@ Hopper, else the definitions."""
 
 from __future__ import annotations
 
+import msgspec
+
 from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, mul, numel
 from precast.kernels.gated_activation import records as gates
@@ -48,16 +50,21 @@ def _gate(use: Use) -> Expr:
     return add(gates.gated_activation_workspace(use), _rounding(use))
 
 
+_CLUSTERS = Record(
+    name="cuda.rounded_gated_activation_of_wide_rows", op="precast.rounded_gated_activation", kind="cuda",
+    devices=("cuda",), min_capability=(9, 0), max_capability=(9, 0), dtypes={"x": ("float16", "bfloat16")},
+    allocates=False, takes=(HAS_ROWS, _BY_TOKEN), workspace=nothing, runs=launches.cluster_gate,
+)  # fmt: skip
+"""Faster than Triton up to 128 rows of 14,336, 1 row in 2.8 us and not 4.2; 256 rows take 11.6 us and not 9.2. Rows that
+are longer than a program's are theirs in steps of any size."""
+
 RECORDS = (
     _triton("rounded_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),
     reference("precast.rounded_rms_norm", "rounded.rounded", _norm),
     _triton("rounded_residual_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),
     reference("precast.rounded_residual_rms_norm", "rounded.rounded", _norm),
-    Record(
-        name="cuda.rounded_gated_activation", op="precast.rounded_gated_activation", kind="cuda", devices=("cuda",),
-        min_capability=(9, 0), max_capability=(9, 0), dtypes={"x": ("float16", "bfloat16")}, allocates=False,
-        takes=(HAS_ROWS, _BY_TOKEN), workspace=nothing, runs=launches.cluster_gate,
-    ),
+    msgspec.structs.replace(_CLUSTERS, name="cuda.rounded_gated_activation", sizes={"T": (0, 128)}),
     _triton("rounded_gated_activation", launches.rounded_gate, HAS_ROWS, _GATE_FITS),
+    _CLUSTERS,
     reference("precast.rounded_gated_activation", "rounded.rounded", _gate),
-)  # fmt: skip
+)

@@ -280,21 +280,21 @@ def test_rings_of_8_bits_hold_as_many_keys_at_least() -> None:
 @pytest.mark.parametrize(
     ("size", "cached", "expected"),
     [
-        (64, BRAIN, [(8, 3), (4, 5), (2, 5), (1, 5)]),
-        (128, BRAIN, [(8, 2), (4, 3), (2, 3), (1, 3)]),
-        (128, FLOAT8, [(8, 3), (4, 5), (2, 5), (1, 5)]),
-        (256, BRAIN, [(4, 2), (2, 3), (1, 3), (1, 2)]),
+        (64, BRAIN, [(8, 3), (4, 5), (4, 3), (2, 5), (2, 3), (1, 5)]),
+        (128, BRAIN, [(8, 2), (4, 3), (4, 2), (2, 3), (2, 2), (1, 3)]),
+        (128, FLOAT8, [(8, 3), (4, 5), (4, 3), (2, 5), (2, 3), (1, 5)]),
+        (256, BRAIN, [(4, 2), (2, 3), (2, 2), (1, 3), (1, 2), (1, 2)]),
     ],
     ids=str,
 )
 def test_the_more_sequences_the_smaller_are_blocks(
     size: int, cached: torch.dtype, expected: list[tuple[int, int]]
 ) -> None:
-    """Warps of a block, and stages of their rings; of 9 to 64 sequences and 8 key heads all fit the GPU at once, but
+    """Warps of a block, and stages of their rings; of 9 to 96 sequences and 8 key heads all fit the GPU at once, but
     for 256 elements."""
     sample = paged_sample(Draw(BRAIN, CPU), DECODE, heads=32, kv_heads=8, size=size, page_size=16, cache_dtype=cached)
     use = use_of(sample)
-    found = {slots: decode_of(use, slots) for slots in (16, 32, 64, None)}
+    found = {slots: decode_of(use, slots) for slots in (16, 32, 48, 64, 96, None)}
 
     assert [(how.warps, how.stages) for how in found.values()] == expected
     assert {how.cluster for how in found.values()} == {1}
@@ -396,7 +396,7 @@ def test_sequences_of_8_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", [9, 16, 29, 64, 200])
+@pytest.mark.parametrize("number", [9, 16, 29, 48, 64, 90, 200])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "more"),
     [

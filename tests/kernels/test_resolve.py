@@ -86,9 +86,10 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
 
 
 SINGLE_TOKENS = {
-    "few": "0 to 8", "small": "0 to 8", "to_16": "9 to 16", "to_32": "17 to 32", "to_64": "33 to 64",
-    "beside_hopper_to_64": "65 to any", "beside_hopper_many": "65 to any", "beside_prompts_to_64": "65 to any",
-    "beside_prompts_many": "65 to any",
+    "few": "0 to 8", "small": "0 to 8", "to_16": "9 to 16", "to_32": "17 to 32", "to_48": "33 to 48",
+    "to_64": "49 to 64",
+    **{f"beside_{what}_{slots}": "65 to any" for what in ("hopper", "prompts")
+       for slots in ("to_48", "to_64", "to_96", "many")},
 }  # fmt: skip
 """The kernels of attention in CUDA C++, and how many tokens each takes."""
 
@@ -141,12 +142,13 @@ def test_an_op_is_found_where_its_records_are() -> None:
 def test_steps_of_many_tokens() -> None:
     new, old = (resolve(uses(target)["y"], {"T": 65, "B": 1}).reason for target in (GPU, OLD))
 
-    of_slots = {"beside_hopper_to_64": "33 to 64", "beside_hopper_many": "65 to any"}
+    of_slots = {"to_48": "33 to 48", "to_64": "49 to 64", "to_96": "65 to 96", "many": "97 to any"}
+    of_slots = {f"beside_hopper_{name}": slots for name, slots in of_slots.items()}
     of_slots |= {name.replace("hopper", "prompts"): slots for name, slots in of_slots.items()}
     why = {f"cuda.paged_attention.{name}": f"B is 1, it takes {of_slots[name]}" if name in of_slots
            else f"T is 65, it takes {takes}" for name, takes in SINGLE_TOKENS.items()}  # fmt: skip
     of_hopper = {"triton.paged_attention.hopper": HOPPER}
-    assert new == f"the fastest of 15; {refused(why | OF_FEW_TOKENS)}"
+    assert new == f"the fastest of 20; {refused(why | OF_FEW_TOKENS)}"
     assert old == f"the fastest of 5; {refused(not_cuda(HOPPER) | OF_FEW_TOKENS | of_hopper)}"
 
 
@@ -162,11 +164,12 @@ def test_a_layer_on_gpus(target: Target) -> None:
     kind = "triton" if target == OLD else "cuda"
     for slots, name in {1: "few", 2: "few", 3: "small", 8: "small"}.items():
         assert resolve(found["y"], {"T": slots, "B": slots}).record.name == f"{kind}.paged_attention.{name}"
-    single = {9: "to_16", 16: "to_16", 17: "to_32", 32: "to_32", 33: "to_64", 64: "to_64", 65: "beside_hopper_many"}
+    single = {9: "to_16", 16: "to_16", 17: "to_32", 32: "to_32", 33: "to_48", 48: "to_48", 49: "to_64",
+              64: "to_64", 65: "beside_hopper_to_96", 96: "beside_hopper_to_96", 97: "beside_hopper_many"}  # fmt: skip
     for slots, name in single.items():
         is_single = resolve(found["y"], {"T": slots, "B": slots}).record.name == f"cuda.paged_attention.{name}"
         assert is_single == (target != OLD)
-    for slots, name in {33: "cuda.paged_attention.beside_hopper_to_64", 32: "triton.paged_attention.hopper"}.items():
+    for slots, name in {33: "cuda.paged_attention.beside_hopper_to_48", 32: "triton.paged_attention.hopper"}.items():
         assert (resolve(found["y"], {"T": 900, "B": slots}).record.name == name) == (target != OLD)
     assert resolve(found["heads"]).reason == "the only one"
 
@@ -186,7 +189,7 @@ def test_without_triton_attention_reads_the_host() -> None:
     choice = resolve(found["y"])
     assert choice.record.control == "host"
     of_any_size = not_cuda("T is not known, it takes {}")
-    assert choice.reason == f"the fastest of 10; {refused(of_any_size | not_triton('triton is not installed'))}"
+    assert choice.reason == f"the fastest of 15; {refused(of_any_size | not_triton('triton is not installed'))}"
 
 
 def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
@@ -553,7 +556,8 @@ def test_what_was_measured_comes_first() -> None:
     assert resolve(use, {"T": 64}) == (resolve(uses(CPU)["y"]).record, "measured")
     assert resolve(use, {"T": 65}).record.name == "triton.paged_attention.hopper"
     found = [(case.sizes["T"], case.choice.reason) for case in cases(use)]
-    assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 8), (9, 16), (17, 32), (33, 64)}
+    up_to_64 = {(0, 8), (9, 16), (17, 32), (33, 48), (49, 64)}
+    assert {tokens for tokens, reason in found if reason == "measured"} == up_to_64
     assert {tokens for tokens, reason in found if reason != "measured"} == {(65, None)}
 
 

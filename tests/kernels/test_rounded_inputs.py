@@ -177,22 +177,19 @@ def test_kernels_compile_for_hopper(rounding: str, tmp_path: Path) -> None:
     found = kernels_compiled(graph, tmp_path)
 
     keeps_nan = {name for name, ptx in found.items() if "cvt.rn.satfinite.e4m3x2.f32" in ptx}
-    gate = set() if rounding == TOKEN else {"rounded_gate_kernel"}  # by token it is `gate.cu`
-    assert keeps_nan == found.keys() - {"product_kernel"} == {"rounded_norm_kernel", *gate}
+    assert keeps_nan == found.keys() - {"product_kernel"} == {"rounded_norm_kernel", "rounded_gate_kernel"}
     assert {name for name, ptx in found.items() if "min.NaN" in ptx} == (keeps_nan if rounding == STATIC else set())
 
 
 @pytest.mark.parametrize("how", ["fp8_token", "fp8_group", "fp8_group_e8m0"])
 @pytest.mark.parametrize(("first", "width"), [("norm", 4096), ("norm", 16384), ("gate", 14336), ("gate", 32768)])
 def test_kernels_of_long_rows_compile_for_hopper(first: str, width: int, how: str, tmp_path: Path) -> None:
-    """Gates by token as they are elsewhere."""
-    target = ADA if (first, how) == ("gate", "fp8_token") else GPU
-    graph = with_rounded_inputs(wide(first, width, how), target)
+    graph = with_rounded_inputs(wide(first, width, how), GPU)
 
-    assert kernels_compiled(graph, tmp_path, "rounded_", target).keys() == {f"rounded_{first}_kernel"}
+    assert kernels_compiled(graph, tmp_path, "rounded_").keys() == {f"rounded_{first}_kernel"}
 
 
-def kernels_compiled(graph: Graph, folder: Path, prefix: str = "", target: Target = GPU) -> dict[str, str]:
+def kernels_compiled(graph: Graph, folder: Path, prefix: str = "") -> dict[str, str]:
     """PTX of Triton's kernels of such names that the graph's steps launch. None keeps registers in memory."""
     pytest.importorskip("triton", reason="Triton is published for Linux only")
     from compiled_launches import compiled, stack_bytes
@@ -200,7 +197,7 @@ def kernels_compiled(graph: Graph, folder: Path, prefix: str = "", target: Targe
     found = dict[str, str]()
     for step in graph.main:
         assert isinstance(step, Node)
-        use = use_of(step, types_in(graph), target, {"n", "w", "s", "i"})
+        use = use_of(step, types_in(graph), GPU, {"n", "w", "s", "i"})
         types = {name: each.type for name, each in use.operands.items()}
         types |= {f"out.{i}": value.type for i, value in enumerate(step.outputs)}
         for case in cases(use):

@@ -353,12 +353,13 @@ def kernels_of(command: Command, bundle: Path, *target: str) -> dict[str, dict[s
 def test_kernels_of_a_gpu_are_shown_by_default(bundle: Path, command: Command) -> None:
     found = kernels_of(command, bundle)
 
-    beside = [f"beside_{what}_{slots}" for what in ("hopper", "prompts") for slots in ("to_64", "many")]
-    others = ["small", "to_16", "to_32", "to_64", *beside]
+    slots = ("to_48", "to_64", "to_96", "many")
+    beside = [f"beside_{what}_{each}" for what in ("hopper", "prompts") for each in slots]
+    others = ["small", "to_16", "to_32", "to_48", "to_64", *beside]
     assert found["precast.paged_attention@1"] == {
         "op": "precast.paged_attention@1", "dtype": "float32", "implementation": "triton.paged_attention.small",
         "sizes": "T 0 to 64, B 3 to 32", "control": "static", "nodes": 2,
-        "reason": "the fastest of 15; not cuda.paged_attention.few: q is float32, it takes float16, bfloat16; nor "
+        "reason": "the fastest of 20; not cuda.paged_attention.few: q is float32, it takes float16, bfloat16; nor "
                   + ", ".join(f"cuda.paged_attention.{name}" for name in others)
                   + "; not triton.paged_attention.few: B is 3, it takes 0 to 2",
     }  # fmt: skip
