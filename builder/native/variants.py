@@ -197,14 +197,17 @@ def sample_sizes(graph: Graph, target: Target) -> Iterator[dict[str, int]]:
     ends = {symbol: {*_ODD, _ROUND} for symbol in ("T", "B", "R")}
     ends["T"] |= {48, MOST_TOKENS, MOST_STEP}
     ends["R"] |= {64, 256, MOST_SEQUENCES}
+    least = set()
     for use in uses_in(graph, target):
         for case in cases(use):
             for symbol, (low, high) in case.sizes.items():
                 ends[symbol] |= {max(low, 1)} | (set() if high is None else {high, max(high - 1, 1)})
+            tokens, sequences = (case.sizes.get(symbol, (0, None))[0] for symbol in ("T", "B"))
+            least.add((max(tokens, sequences, 1), max(sequences, 1)))
     steps = {(tokens, min(count, tokens)) for tokens in ends["T"] for count in (1, _ROUND, tokens)}
     steps |= {(max(count, tokens), count) for count in ends["B"] | ends["R"] for tokens in (1, 48)}
     steps |= {(-(-tokens // _ROUND) * _ROUND, _ROUND) for tokens in ends["T"]}
-    for tokens, count in sorted(steps):
+    for tokens, count in sorted(steps | least):
         others = {symbol.name: 8 * count + tokens % 2 for symbol in graph.symbols}
         sizes = others | {"T": tokens, "B": min(count, MOST_SEQUENCES), "R": min(count, MOST_SEQUENCES)}
         most = {symbol.name: symbol.max for symbol in graph.symbols if symbol.max is not None}

@@ -92,11 +92,12 @@ _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
 """By slots for sequences: tiles differ."""
 
 _SINGLE_TOKENS = {
-    "few": ((0, decode.MOST_TOKENS), (0, FEW_SLOTS)), "small": ((0, decode.MOST_TOKENS), (FEW_SLOTS + 1, 8)),
-    "to_16": ((9, 16), (9, 16)), "to_32": ((17, 32), (17, 32)), "to_48": ((33, 48), (33, 48)),
-    "to_64": ((49, SMALL_STEP), (33, SMALL_STEP)),
+    "few": ((0, decode.MOST_TOKENS), (0, FEW_SLOTS)), "small": ((0, decode.MOST_TOKENS), (FEW_SLOTS + 1, None)),
+    "to_16": ((9, 16), (9, None)), "to_32": ((17, 32), (17, None)), "to_48": ((33, 48), (33, None)),
+    "to_64": ((49, SMALL_STEP), (33, None)),
 }  # fmt: skip
-"""Tokens, and slots for sequences: fewer than two tokens each, on average. Clusters and rings differ."""
+"""Tokens, and slots for sequences: no more than tokens, as in any step, but half as many at least. Clusters and rings
+differ."""
 
 _SINGLE_TOKENS_BESIDE = {"to_48": (MANY_SLOTS, 48), "to_64": (49, 64), "to_96": (65, 96), "many": (97, None)}
 """Slots for sequences in steps of more than `SMALL_STEP` tokens."""
@@ -118,7 +119,7 @@ RECORDS = (
     *(
         Record(
             name=f"cuda.paged_attention.{name}", **_DECODE, sizes={"T": tokens, "B": slots},
-            runs=partial(decode.launches, slots=slots[1]),
+            runs=partial(decode.launches, slots=min(tokens[1], slots[1] or tokens[1])),
         )
         for name, (tokens, slots) in _SINGLE_TOKENS.items()
     ),

@@ -28,6 +28,7 @@ from precast.loader.driver.coverage import (
     steps_within,
     uncovered,
 )
+from precast.loader.driver.kernels import missing
 from precast.loader.placement import Placement, bind_world
 from precast.loader.sizing import EngineLimits, capacities
 from precast.loader.torch_device import CpuDevice
@@ -141,6 +142,7 @@ def test_each_kernel_that_some_step_launches_is_missed(family: str, tmp_path: Pa
     keys = {key: launch.kernel for launch, key in program.launches() if key}
 
     assert len(keys) > 10
+    assert missing(program.launches(), layer) == []
     for key, kernel in keys.items():
         others = replace(layer, kernels=tuple(each for each in layer.kernels if each.key != key))
         assert gone(bundle, others) == [kernel]
