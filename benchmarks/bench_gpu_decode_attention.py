@@ -6,7 +6,9 @@ ones the time of their bytes. A graph holds layers in a row, each of the launche
 product; for more, rotation and write alone. The same graph without attention is subtracted. Shapes are published ones
 in bfloat16, in pages of 16 tokens in random order.
 
-    python benchmarks/bench_gpu_decode_attention.py [--seconds N] [--out FILE] [--models NAME ...]
+    python benchmarks/bench_gpu_decode_attention.py [--seconds N] [--out FILE] [--few] [--models NAME ...]
+
+With `--few` steps are of up to 8 sequences, else of more.
 
 Every row compares what was tried with Triton's kernels, one after the other, and says `wrong` where results differ; and
 `race` where a chain gives other bits than the same sums read after the kernel in front.
@@ -32,8 +34,16 @@ from bench_gpu_attention import MODELS, PLAIN, Case, Choice, Given, Model
 from support import harness
 
 from precast.kernels import cuda_launch
-from precast.kernels.attention.decode import MOST_SHARED_BYTES, Decode, decode_launch, shared_bytes
-from precast.kernels.attention.launches import Splits, Tile, split_tile
+from precast.kernels.attention.decode import MANY as MANY_SLOTS
+from precast.kernels.attention.decode import (
+    MOST_SHARED_BYTES,
+    MOST_TOKENS,
+    Decode,
+    decode_launch,
+    decode_of,
+    shared_bytes,
+)
+from precast.kernels.attention.launches import FEW_SLOTS, Splits, Tile, split_tile
 from precast.kernels.choices import records_of
 from precast.kernels.cuda_source import Constants, compiled
 from precast.kernels.launch import as_function, launched_of
@@ -44,22 +54,29 @@ LAYERS = 32
 SOURCE = "attention/decode.cu"
 WIDTH = 4096
 """Of the hidden state, and the products around attention."""
-CASES = {
+FEW_CASES = {
     "llama-8b": [Case(1, 1, 256), Case(8, 1, 256), Case(1, 1, 4096), Case(8, 1, 4096), Case(1, 1, 32768),
-                 Case(64, 1, 256), Case(256, 1, 256), Case(64, 1, 4096), Case(32, 1, 256), Case(2, 1, 1024)],
-    "gemma-12b": [Case(1, 1, 256), Case(1, 1, 4096), Case(8, 1, 256), Case(8, 1, 4096), Case(64, 1, 256),
-                  Case(64, 1, 4096)],
-    "gpt-oss-20b": [Case(1, 1, 256), Case(8, 1, 256), Case(64, 1, 256), Case(256, 1, 256)],
-    "qwen-30b": [Case(1, 1, 256), Case(8, 1, 256), Case(1, 1, 32768), Case(64, 1, 256)],
+                 Case(2, 1, 1024)],
+    "gemma-12b": [Case(1, 1, 256), Case(1, 1, 4096), Case(8, 1, 256), Case(8, 1, 4096)],
+    "gpt-oss-20b": [Case(1, 1, 256), Case(8, 1, 256)],
+    "qwen-30b": [Case(1, 1, 256), Case(8, 1, 256), Case(1, 1, 32768)],
 }  # fmt: skip
+MANY_CASES = {
+    "llama-8b": [Case(16, 1, 150), Case(16, 1, 2048), Case(24, 1, 2048), Case(32, 1, 150), Case(32, 1, 2048),
+                 Case(48, 1, 150), Case(48, 1, 4096), Case(64, 1, 150), Case(64, 1, 4096), Case(96, 1, 2048),
+                 Case(256, 1, 150)],
+    "gpt-oss-20b": [Case(32, 1, 150), Case(64, 1, 150), Case(256, 1, 150)],
+    "gemma-12b": [Case(16, 1, 150), Case(32, 1, 150), Case(64, 1, 150), Case(64, 1, 4096)],
+}  # fmt: skip
+"""Of more than eight sequences."""
 FEW = [
     Decode(8, 4, 2), Decode(8, 4, 4), Decode(8, 2, 2), Decode(8, 2, 4), Decode(8, 8, 2), Decode(4, 4, 2),
     Decode(4, 4, 1), Decode(4, 4, 4), Decode(4, 8, 2), Decode(2, 4, 2), Decode(2, 4, 4),
     Decode(2, 8, 1), Decode(2, 8, 2), Decode(2, 8, 3), Decode(1, 8, 2), Decode(1, 16, 1),
 ]  # fmt: skip
 MANY = [
-    Decode(1, 4, 2), Decode(1, 4, 1), Decode(1, 4, 3), Decode(1, 4, 4), Decode(1, 2, 2), Decode(1, 2, 4),
-    Decode(1, 2, 6), Decode(1, 8, 1), Decode(1, 8, 2), Decode(1, 8, 3), Decode(2, 4, 2), Decode(2, 2, 3),
+    Decode(1, 1, 3), Decode(1, 1, 6), Decode(1, 2, 2), Decode(1, 2, 3), Decode(1, 4, 1), Decode(1, 4, 2),
+    Decode(1, 4, 3), Decode(1, 8, 2),
 ]  # fmt: skip
 WIDE, NARROW = Tile(16, 128, 8, 2), Tile(16, 64, 4, 3)
 OTHERS = {
@@ -77,11 +94,18 @@ class Layer(NamedTuple):
     turned: dict[str, Any]
 
 
+def chosen(model: Model, case: Case) -> Decode:
+    """What records have in a step of so many tokens."""
+    given = attention.layers_of(model, case, "meta")[0]
+    ends = [FEW_SLOTS, MOST_TOKENS, *(most for most in MANY_SLOTS if most)]
+    slots = next((most for most in ends if case.seqs <= most), None)
+    return decode_of(attention.use_of(given.arguments, given.out, (9, 0)), slots)
+
+
 def decodes_of(model: Model, case: Case) -> list[Decode]:
-    """Those that fit."""
-    return [
-        each for each in (FEW if case.seqs <= MAX_ROWS else MANY) if shared_bytes(model.size, each) <= MOST_SHARED_BYTES
-    ]
+    """Those that fit, and what records have."""
+    tried = [*(FEW if case.seqs <= MAX_ROWS else MANY), chosen(model, case)]
+    return [each for each in dict.fromkeys(tried) if shared_bytes(model.size, each) <= MOST_SHARED_BYTES]
 
 
 def record_of(model: Model, case: Case, tried: Decode | Choice) -> Record:
@@ -106,11 +130,11 @@ def compile_source(constants: Constants) -> tuple[Constants, bytes]:
     return constants, compiled(SOURCE, constants, (9, 0))
 
 
-def compile_all(names: list[str]) -> None:
+def compile_all(cases: dict[str, list[Case]]) -> None:
     """Everything that will be tried, on all cores."""
     jobs, sources = [], set()
-    for name in names:
-        for case in CASES[name]:
+    for name in cases:
+        for case in cases[name]:
             same = case._replace(tokens=256)
             given = attention.layers_of(MODELS[name], same, "meta")[0]
             use = attention.use_of(given.arguments, given.out, (9, 0))
@@ -227,7 +251,8 @@ def measure(name: str, case: Case, deadline: float) -> dict[str, Any]:
     expected = given[0].out.clone()
     chain = Chain(model, case, given)
     seen = case.seqs * min(case.tokens, model.window or case.tokens)
-    row: dict[str, Any] = {"bytes_us": round(seen * model.kv_heads * model.size * 4 / 4.38e6, 2)}
+    row: dict[str, Any] = {"bytes_us": round(seen * model.kv_heads * model.size * 4 / 4.38e6, 2),
+                           "chosen": told(chosen(model, case))}  # fmt: skip
     problems, differences = [], {}
     for each in tried:
         given[0].out.fill_(float("nan"))
@@ -269,20 +294,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_decode_attention.json")
     parser.add_argument("--seconds", type=float, default=60, help="after which nothing more is tried")
-    parser.add_argument("--models", nargs="*", default=list(CASES))
+    parser.add_argument("--few", action="store_true")
+    parser.add_argument("--models", nargs="*", default=list(FEW_CASES))
     arguments = parser.parse_args()
+    given = FEW_CASES if arguments.few else MANY_CASES
+    cases = {name: each for name, each in given.items() if name in arguments.models}
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
         return
     began = time.perf_counter()
     deadline = began + arguments.seconds
-    compile_all(arguments.models)
+    compile_all(cases)
     print("compiled in", round(time.perf_counter() - began, 1), flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     machine = harness.machine()
     table: dict[str, Any] = {}
-    for name in arguments.models:
-        for case in CASES[name]:
+    for name in cases:
+        for case in cases[name]:
             try:
                 row = measure(name, case, deadline)
             except Exception as error:  # noqa: BLE001 - one case doesn't end the others

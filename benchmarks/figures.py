@@ -149,9 +149,59 @@ def caches_page() -> str:
 
 
 def kernels_page() -> str:
-    """The table of docs/kernel_speed.md."""
+    """The tables of docs/kernel_speed.md."""
     rows = (row.cells for claim, rows_of in kernel_figures.KERNELS.items() for row in rows_of(result(claim)))
-    return _table(kernel_figures.HEADS, rows)
+    return f"{_table(kernel_figures.HEADS, rows)}{_single_tokens()}{_waited_for()}"
+
+
+def _single_tokens() -> str:
+    """What attention of single tokens adds to a layer, as records have it and by Triton."""
+    rows = []
+    for case, row in result("gpu_decode_attention")["rows"].items():
+        model, _, tokens = case.partition(", ")
+        seqs, _, length = tokens.partition(" x 1 of ")
+        us = row["us"]
+        in_triton = next(us[name] for name in us if name.startswith("triton"))
+        if row["chosen"] in us:
+            rows.append((model, seqs, f"{int(length):,}", f"{row['bytes_us']:.1f}", f"{us[row['chosen']]:.1f}",
+                         row["chosen"], f"{min(us.values()):.1f}", f"{in_triton:.1f}"))  # fmt: skip
+    heads = ("", "sequences", "tokens of each", "its bytes, us", "us", "way", "fastest way, us", "Triton, us")
+    gpu = _read("gpu_decode_attention")["machine"]["gpu"]
+    return f"\n## Single tokens of many sequences\n{_SINGLE.format(gpu=gpu)}{_table(heads, rows)}"
+
+
+_SINGLE = """
+What attention adds to a layer in a graph of them, on one {gpu}; and what the fastest of all ways that
+were tried adds, and Triton's kernel. A way is the blocks of a cluster, warps of a block, and blocks of keys in a warp's
+ring: `Decode` in `kernels/attention/decode.py`. Windows of GPT-OSS and Gemma are shorter than long contexts.
+
+"""
+
+
+def _waited_for() -> str:
+    """Which kernels of a layer a step waits for."""
+    rows = [
+        (SERVED[shape], count, f"{step['step_ms']:.2f}", f"{step['layer_us']:.0f}",
+         ", ".join(f"{_in_short(name)} {us:.1f}" for name, us in step["kernels"]))
+        for shape, steps in result("gpu_step_kernels").items() for count, step in steps.items()
+    ]  # fmt: skip
+    gpu = _read("gpu_step_kernels")["machine"]["gpu"]
+    table = _table(("", "seq.", "step, ms", "layer, us", "its kernels in order, us"), rows)
+    return f"\n## What a step waits for\n{_WAITED.format(gpu=gpu)}{table}"
+
+
+def _in_short(name: str) -> str:
+    """A library's kernel by its first word."""
+    word = name.removeprefix("void ").partition(" ")[0].partition("<")[0]
+    return word.partition("_")[0] if word.startswith("nvjet") else word.removesuffix("_kernel")
+
+
+_WAITED = """
+Captured steps of sequences of 130 to 240 tokens on one {gpu}, with random weights. Kernels overlap:
+of each is given by how much its end comes after the ends of all in front of it, so that these times add up to a layer's
+(`benchmarks/bench_gpu_step_kernels.py`). Memory gives a layer of FP8 in 50 us, of INT4 in 26.
+
+"""
 
 
 def attention_page() -> str:
@@ -348,25 +398,24 @@ def quantised_page() -> str:
 
 
 def _beside_vllm() -> str:
-    """What steps and prompts take beside vLLM; shapes that only an earlier run has, as their bundles were then."""
-    found, before = result("gpu_vllm"), result("gpu_vllm_rotary_apart")
-    named = {SERVED[shape]: each for shape, each in found.items()}
-    named |= {f"{SERVED[shape]}; rotary op by op": each for shape, each in before.items() if shape not in found}
-    rows, sides = [], ("precast", "vllm")
-    for name, each in named.items():
+    """What steps and prompts take beside vLLM."""
+    found, rows, sides = result("gpu_vllm"), [], ("precast", "vllm")
+    for shape, each in found.items():
         if not all("decode_ms" in each[side] for side in sides):  # one has failed
             continue
         pairs = zip(*(each[side]["decode_ms"].values() for side in sides), strict=True)
         prompts = (f"{round(each[side]['prefill_tokens_per_s']['1 x 4096'], -2):,.0f}" for side in sides)
-        rows.append((name, *(f"{ours:.2f} / {theirs:.2f}" for ours, theirs in pairs), " / ".join(prompts)))
+        rows.append((SERVED[shape], *(f"{ours:.2f} / {theirs:.2f}" for ours, theirs in pairs), " / ".join(prompts)))
     heads = ("", *(f"{count} seq., ms" for count in (1, 8, 64, 256)), "prompts of 4,096, tokens/s")
     version, gpu = next(iter(found.values()))["vllm"]["version"], _read("gpu_vllm")["machine"]["gpu"]
     return f"\n## Beside vLLM\n\nPrecast / vLLM {version}, one {gpu}.{_BESIDE}{_table(heads, rows)}"
 
 
 _BESIDE = """ Both load the same files of random
-weights, one after the other. This is a later run than the table above, with larger tiles for experts. Rows with *rotary
-op by op* are of bundles that were made with transformers 5.17 before its rotary tables were found: steps were longer.
+weights, one after the other. Like the table above it was measured before
+[attention of 9 and more sequences](kernels/attention.md#single-tokens) and the gate of FP8 by row were made faster; and
+with 64 and 256 sequences, contexts of Precast's were up to a hundred tokens longer: beside sequences that decode it
+takes prompts more slowly.
 
 """
 
