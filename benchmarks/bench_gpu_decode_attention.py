@@ -8,7 +8,8 @@ in bfloat16, in pages of 16 tokens in random order.
 
     python benchmarks/bench_gpu_decode_attention.py [--seconds N] [--out FILE] [--few] [--models NAME ...]
 
-With `--few` steps are of up to 8 sequences, else of more.
+With `--few` steps are of up to 8 sequences, else of more. Of these the kernel alone is timed, without the launches for
+sequences of several tokens that stand in front of it.
 
 Every row compares what was tried with Triton's kernels, one after the other, and says `wrong` where results differ; and
 `race` where a chain gives other bits than the same sums read after the kernel in front.
@@ -36,8 +37,8 @@ from support import harness
 from precast.kernels import cuda_launch
 from precast.kernels.attention.decode import MANY as MANY_SLOTS
 from precast.kernels.attention.decode import (
+    MOST_FEW,
     MOST_SHARED_BYTES,
-    MOST_TOKENS,
     Decode,
     decode_launch,
     decode_of,
@@ -97,7 +98,7 @@ class Layer(NamedTuple):
 def chosen(model: Model, case: Case) -> Decode:
     """What records have in a step of so many tokens."""
     given = attention.layers_of(model, case, "meta")[0]
-    ends = [FEW_SLOTS, MOST_TOKENS, *(most for most in MANY_SLOTS if most)]
+    ends = [FEW_SLOTS, MOST_FEW, *(most for most in MANY_SLOTS if most)]
     slots = next((most for most in ends if case.seqs <= most), None)
     return decode_of(attention.use_of(given.arguments, given.out, (9, 0)), slots)
 
@@ -290,14 +291,15 @@ def told(tried: Decode | Choice) -> str:
 
 
 def main() -> None:
-    """Measure and write `results/gpu_decode_attention.json`."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=harness.RESULTS / "gpu_decode_attention.json")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60, help="after which nothing more is tried")
     parser.add_argument("--few", action="store_true")
     parser.add_argument("--models", nargs="*", default=list(FEW_CASES))
     arguments = parser.parse_args()
     given = FEW_CASES if arguments.few else MANY_CASES
+    out = arguments.out or harness.RESULTS / f"gpu_decode_attention{'_few' * arguments.few}.json"
     cases = {name: each for name, each in given.items() if name in arguments.models}
     if not torch.cuda.is_available():
         print("needs a CUDA GPU: nothing measured")
@@ -306,7 +308,7 @@ def main() -> None:
     deadline = began + arguments.seconds
     compile_all(cases)
     print("compiled in", round(time.perf_counter() - began, 1), flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     machine = harness.machine()
     table: dict[str, Any] = {}
     for name in cases:
@@ -318,7 +320,7 @@ def main() -> None:
             table[f"{name}, {case.text}"] = row
             print(f"{name}, {case.text}: {json.dumps(row)}", flush=True)
             found = {"claim": "gpu_decode_attention", "machine": machine, "figures": {"rows": table}}
-            arguments.out.write_text(json.dumps(found) + "\n")
+            out.write_text(json.dumps(found) + "\n")
             torch.cuda.empty_cache()
 
 

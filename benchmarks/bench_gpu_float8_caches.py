@@ -26,7 +26,7 @@ from bench_gpu_attention import MODELS, Case, Choice, Given, Model
 from support import harness
 from support.gpu_times import microseconds
 
-from precast.kernels.attention.decode import MOST_SHARED_BYTES, MOST_TOKENS, Decode, decode_of, shared_bytes
+from precast.kernels.attention.decode import MOST_FEW, MOST_SHARED_BYTES, Decode, decode_of, shared_bytes
 from precast.kernels.attention.launches import FEW_SLOTS
 
 FLOAT8 = torch.float8_e4m3fn
@@ -80,10 +80,10 @@ def timed(layers: list[Given], model: Model, case: Case, tried: Choice | Decode)
 
 def others_of(layers: list[Given], model: Model, case: Case) -> list[Choice | Decode]:
     """Other ways to decode than the chosen one."""
-    if case.seqs > MOST_TOKENS:
+    if case.seqs > MOST_FEW:
         return [Choice(split=tile) for tile in attention.SPLIT_TILES[model.size]]
     use = attention.use_of(layers[0].arguments, layers[0].out, torch.cuda.get_device_capability())
-    cluster = decode_of(use, FEW_SLOTS if case.seqs <= FEW_SLOTS else MOST_TOKENS).cluster
+    cluster = decode_of(use, FEW_SLOTS if case.seqs <= FEW_SLOTS else MOST_FEW).cluster
     found = [Decode(cluster, warps, stages) for warps in (4, 8) for stages in (2, 3, 4, 6, 8)]
     return [each for each in found if shared_bytes(model.size, each, use.width("k_cache")) <= MOST_SHARED_BYTES]
 

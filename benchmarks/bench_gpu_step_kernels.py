@@ -43,7 +43,7 @@ class Ran(NamedTuple):
 
 
 def traced(engine: Any) -> list[list[Ran]]:
-    """The kernels of some steps in a row, step by step, those with as many kernels as most."""
+    """The kernels of some steps in a row, step by step, those with the same kernels as most."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(STEPS):
             engine.step()
@@ -60,8 +60,9 @@ def traced(engine: Any) -> list[list[Ran]]:
             steps.append([])
         else:
             steps[-1].append(event)
-    most = statistics.mode(len(step) for step in steps if len(step) > LEAST_LAYERS)
-    return [step for step in steps if len(step) == most]
+    named = [tuple(event.name for event in step) for step in steps]
+    most = statistics.mode(names for names in named if len(names) > LEAST_LAYERS)
+    return [step for step, names in zip(steps, named, strict=True) if names == most]
 
 
 def waited_us(steps: Sequence[Sequence[Ran]]) -> list[tuple[str, float]]:

@@ -162,9 +162,9 @@ def _single_tokens() -> str:
         seqs, _, length = tokens.partition(" x 1 of ")
         us = row["us"]
         in_triton = next(us[name] for name in us if name.startswith("triton"))
-        if row["chosen"] in us:
-            rows.append((model, seqs, f"{int(length):,}", f"{row['bytes_us']:.1f}", f"{us[row['chosen']]:.1f}",
-                         row["chosen"], f"{min(us.values()):.1f}", f"{in_triton:.1f}"))  # fmt: skip
+        own = f"{us[row['chosen']]:.1f}" if row["chosen"] in us else "not measured"
+        rows.append((model, seqs, f"{int(length):,}", f"{row['bytes_us']:.1f}", own, row["chosen"],
+                     f"{min(us.values()):.1f}", f"{in_triton:.1f}"))  # fmt: skip
     heads = ("", "sequences", "tokens of each", "its bytes, us", "us", "way", "fastest way, us", "Triton, us")
     gpu = _read("gpu_decode_attention")["machine"]["gpu"]
     return f"\n## Single tokens of many sequences\n{_SINGLE.format(gpu=gpu)}{_table(heads, rows)}"

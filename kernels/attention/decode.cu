@@ -9,7 +9,8 @@
 //
 // At the end each warp sends its sums to the shared memory of the CTAs that join them, each of which writes some of the
 // elements of all heads. A CTA counts the bytes that come; when all have, it adds them in the order of warps and CTAs. So
-// a result depends on the token's own keys, and on CLUSTER and WARPS, bit for bit.
+// a result depends on the token's own keys, and on CLUSTER and WARPS, bit for bit. Where a cluster is one CTA, its warps
+// leave their sums in their own rings, and one warp alone writes its own.
 //
 // Keys and values of 8 bits lie in the ring as they are, and become float16 in registers: it has all numbers of
 // float8_e4m3fn, and one instruction converts two of them. All products are of float16 then, whatever the queries are.
@@ -28,7 +29,8 @@
 //   SCALE, SOFT_CAP, WINDOW, CHUNK       those of the op; 0 for no cap, no window, no chunks
 //   SINKS, SINKS_FLOAT32, SLOPES         there are such tensors; sinks have the elements' type, or are float32
 //   CLUSTER, WARPS, STAGES               CTAs of a cluster, their warps, and blocks in the ring of a warp
-//   ONE_QUERY                            of sequences with one token, by the number of a sequence; else of all tokens
+//   ONE_QUERY                            a block for each sequence and key head, which takes it if it has one token; else
+//                                        a block for each token
 
 #include "half.cuh"
 
@@ -179,7 +181,8 @@ __device__ __forceinline__ Seen nothing_seen(const Lists& lists) { return {lists
 
 // Of the sequence with this number: its token, which is set to -1 if it has another number of them than one. Tokens
 // past the last sequence are one more, without keys.
-__device__ __forceinline__ Seen seen_by_only_token(int seq, int num_seqs, int num_tokens, int& token, const Lists& lists) {
+__device__ __forceinline__ Seen seen_by_only_token(
+    int seq, int num_seqs, int num_tokens, int& token, const Lists& lists) {
   if (seq >= num_seqs) {
     token = lists.cu_seqlens[num_seqs];
     if (num_tokens - token != 1) token = -1;
@@ -552,8 +555,8 @@ __device__ __forceinline__ void write_alone(Element* out, const Sums& sums, cons
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS) decode_attention(
     Element* out, const Element* q, const Stored* k, const Stored* v, const float* k_scale, const float* v_scale,
     const Sink* sinks, const float* slopes, const int* cu_seqlens, const int* kv_lens, const int* page_indices,
-    const int* page_indptr, const int* page_start, i64 num_tokens, i64 num_seqs, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d,
-    i64 k_stride_p, i64 k_stride_s, i64 k_stride_h, i64 v_stride_p, i64 v_stride_s, i64 v_stride_h) {
+    const int* page_indptr, const int* page_start, i64 num_tokens, i64 num_seqs, i64 q_stride_t, i64 q_stride_h,
+    i64 q_stride_d, i64 k_stride_p, i64 k_stride_s, i64 k_stride_h, i64 v_stride_p, i64 v_stride_s, i64 v_stride_h) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ u64 all_given;
   let_next_kernel_start();

@@ -1,4 +1,4 @@
-"""The launch of `decode.cu`: attention of few tokens, in one launch. No torch."""
+"""The launch of `decode.cu`: attention of tokens each by itself, in one launch. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from precast.ir.graph.symbols import add
 from precast.kernels.records import Launch, Pointer, Stride
 from precast.kernels.use import Use
 
-MOST_TOKENS = 8
-"""Of a step. Each is read for by itself, so that of several tokens of a sequence each reads all keys again."""
+MOST_FEW = 8
+"""Tokens of a step, whatever sequences they are of, up to which clusters of blocks share a token. Each is read for by
+itself, so that of several tokens of a sequence each reads all keys again."""
 MOST_SIZE, WIDE = 256, 128
 """Elements of a head, whose sums are in a warp's registers; and those up to which eight warps have room."""
 NUM_SMS = 132
@@ -22,9 +23,8 @@ MANY: dict[int | None, tuple[int, int]] = {
     16: (8, 136 << 10), 32: (4, 102 << 10), 48: (4, 68 << 10), 64: (2, 51 << 10), 96: (2, 34 << 10), None: (1, 26 << 10)
 }  # fmt: skip
 """By sequences: the warps of a block, and bytes of their rings. With 8 key heads of 128 elements all blocks of up to 96
-sequences run at once, and few multiprocessors have room for more than others: else some would have twice as much to do.
-On an H200, 64 sequences of 150 keys take 12 us, 256 take 41; by Triton 20 and 53. 48 of 4,096 take 188 us, with the
-blocks for 64 they take 237."""
+sequences run at once, spread evenly: 48 sequences of 4,096 keys take 188 us on an H200, with the blocks for 64 they
+take 237."""
 MOST_STAGES = 8
 MOST_SHARED_BYTES = 227 * 1024 - 128
 """Of a block, without its barrier."""
@@ -50,14 +50,14 @@ def launches(use: Use, *, slots: int) -> tuple[Launch, ...]:
     return (decode_launch(use, decode_of(use, slots)),)
 
 
-def beside(use: Use, *, prompts: Callable[[Use], Launch], slots: int | None) -> tuple[Launch, ...]:
-    """`precast.paged_attention` of many tokens and sequences: those with several queries are the launch's of
-    `prompts`."""
-    return prompts(use), decode_launch(use, decode_of(use, slots), one_query=True)
+def beside(use: Use, *, others: Callable[[Use], tuple[Launch, ...]], slots: int | None) -> tuple[Launch, ...]:
+    """`precast.paged_attention` in steps of up to `slots` sequences, None for any number: those with one token, and
+    the launches of `others` for those with several."""
+    return (*others(use), decode_launch(use, decode_of(use, slots), one_query=True))
 
 
 def decode_of(use: Use, slots: int | None) -> Decode:
-    """By how many tokens there may be, each of a sequence; None for any number.
+    """By how many tokens there may be; None for any number.
 
     Few: clusters as large as leaves each block a multiprocessor to itself. So a token's keys are shared by as many
     blocks as the GPU has for it. Rings hold what keeps memory busy; eight warps compute while others wait, and heads of
@@ -69,7 +69,7 @@ def decode_of(use: Use, slots: int | None) -> Decode:
     size = _number(use, "k_cache", 3)
     stage = stage_bytes(size, use.width("k_cache"))
     most_warps = 8 if size <= WIDE else 4
-    if slots is not None and slots <= MOST_TOKENS:
+    if slots is not None and slots <= MOST_FEW:
         clusters = slots * _heads(use)
         cluster = max(each for each in (1, 2, 4, 8) if each == 1 or clusters * each <= NUM_SMS)
         return Decode(cluster, most_warps, max(1, min(MOST_STAGES, RING_BYTES // (most_warps * stage))))
@@ -103,6 +103,7 @@ def decode_launch(use: Use, how: Decode, *, one_query: bool = False) -> Launch:
     window, chunk, cap, scale = (use.constant(name) or 0 for name in ("window", "chunk", "soft_cap", "scale"))
     has_sinks, width = use.has("sinks"), use.width("k_cache")
     assert shared_bytes(size, how, width) <= MOST_SHARED_BYTES, f"{how} wants more shared memory than a block has"
+    assert how.cluster == 1 or not one_query, "blocks of a cluster wait for each other, and can't leave"
     names = ("cu_seqlens", "kv_lens", "page_indices", "page_indptr", "page_start")
     return Launch(
         kernel="precast.kernels.attention/decode.cu:decode_attention",

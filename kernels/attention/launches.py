@@ -139,22 +139,27 @@ def paged(use: Use, *, is_small: bool, slots: range | None = None) -> tuple[Laun
     `slots`: as `split_tile` takes them.
     """
     small = split_launches(use, split_tile(use, slots), splits_of(use), is_small=is_small)
-    return small if is_small else (context(use), *small)
+    return small if is_small else (*context(use), *small)
 
 
 def hopper(use: Use) -> tuple[Launch, ...]:
     """`precast.paged_attention` for steps of many tokens, on Hopper."""
-    return (hopper_context(use), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
+    return (*hopper_context(use), *split_launches(use, split_tile(use), splits_of(use), is_small=False))
 
 
-def context(use: Use) -> Launch:
-    """Of sequences with several queries, in steps of many tokens."""
-    return context_launch(use, context_tile(use))
+def context(use: Use) -> tuple[Launch, ...]:
+    """Sequences with several queries, in steps of many tokens."""
+    return (context_launch(use, context_tile(use)),)
 
 
-def hopper_context(use: Use) -> Launch:
+def hopper_context(use: Use) -> tuple[Launch, ...]:
     """The same by the kernel whose warps have roles."""
-    return hopper_launch(use, hopper_tile(use))
+    return (hopper_launch(use, hopper_tile(use)),)
+
+
+def few_queries(use: Use, *, slots: range) -> tuple[Launch, ...]:
+    """Sequences with several queries, in steps of few tokens; `slots` as `split_tile` takes them."""
+    return split_launches(use, split_tile(use, slots), splits_of(use), is_small=True, least_queries=2)
 
 
 def partial_bytes(use: Use, *, is_small: bool) -> Expr:
@@ -215,8 +220,11 @@ def hopper_launch(use: Use, tile: Tile, *, programs: int | None = None) -> Launc
     )
 
 
-def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahead: int = AHEAD) -> tuple[Launch, ...]:
-    """Small tiles: of all sequences of a small step, of those with one query in others; and their parts, joined.
+def split_launches(
+    use: Use, tile: Tile, splits: Splits, *, is_small: bool, least_queries: int = 1, ahead: int = AHEAD
+) -> tuple[Launch, ...]:
+    """Small tiles: of all sequences of a small step that have `least_queries`, of those with one query in other steps;
+    and their parts, joined.
 
     Nothing is launched to join them where no sequence has more than one: the grid is empty then.
     """
@@ -230,6 +238,7 @@ def split_launches(use: Use, tile: Tile, splits: Splits, *, is_small: bool, ahea
     partial = (Pointer("workspace", "float32"), Pointer("workspace", "float32", mul(4, parts, value_size)))
     constants = {
         "MOST_QUERIES": 0 if is_small else 1,
+        "LEAST_QUERIES": least_queries,
         "PAGE_SIZE": _number(use, "k_cache", 1),
     }
     first = Launch(

@@ -91,40 +91,51 @@ _SMALL_STEPS: dict[str, tuple[int, int | None]] = {
 }  # fmt: skip
 """By slots for sequences: tiles differ."""
 
-_SINGLE_TOKENS = {
-    "few": ((0, decode.MOST_TOKENS), (0, FEW_SLOTS)), "small": ((0, decode.MOST_TOKENS), (FEW_SLOTS + 1, None)),
-    "to_16": ((9, 16), (9, None)), "to_32": ((17, 32), (17, None)), "to_48": ((33, 48), (33, None)),
-    "to_64": ((49, SMALL_STEP), (33, None)),
-}  # fmt: skip
-"""Tokens, and slots for sequences: no more than tokens, as in any step, but half as many at least. Clusters and rings
-differ."""
+_FEW_TOKENS = {"few": (0, FEW_SLOTS), "small": (FEW_SLOTS + 1, None)}
+"""By slots for sequences, of which no step has more than tokens: clusters differ."""
 
-_SINGLE_TOKENS_BESIDE = {"to_48": (MANY_SLOTS, 48), "to_64": (49, 64), "to_96": (65, 96), "many": (97, None)}
-"""Slots for sequences in steps of more than `SMALL_STEP` tokens."""
+_BESIDE_FEW = {"to_16": (9, 16), "to_32": (17, 32), "to_48": (33, 48), "to_64": (49, None)}
+_BESIDE_MANY = {"to_48": (MANY_SLOTS, 48), "to_64": (49, 64), "to_96": (65, 96), "many": (97, None)}
+"""By slots, in steps of 9 to `SMALL_STEP` tokens, and of more: blocks differ."""
+
+_IN_TRITON = Condition("Triton, which takes sequences of several tokens", lambda use: "triton" in use.target.kinds)
 
 
-def _beside_prompts(name: str, prompts: Callable[[Use], Launch], *also: Condition) -> tuple[Record, ...]:
-    """What takes a kernel's prompts, and leaves single tokens to `decode.cu`."""
-    given: dict[str, Any] = {**_DECODE, "takes": (*_DECODE["takes"], *also)}
-    return tuple(
-        Record(
-            name=f"cuda.paged_attention.{name}_{of_slots}", **given, sizes={"T": (SMALL_STEP + 1, None), "B": slots},
-            runs=partial(decode.beside, prompts=prompts, slots=slots[1]),
-        )
-        for of_slots, slots in _SINGLE_TOKENS_BESIDE.items()
+def _beside(
+    name: str, tokens: tuple[int, int | None], slots: tuple[int, int | None],
+    others: Callable[[Use], tuple[Launch, ...]], *takes: Condition, workspace: Callable[[Use], Expr] = nothing,
+) -> Record:  # fmt: skip
+    """What leaves sequences of several tokens to the launches of `others`, and single tokens to `decode.cu`."""
+    given: dict[str, Any] = {**_DECODE, "takes": (*_DECODE["takes"], _IN_TRITON, *takes), "workspace": workspace}
+    return Record(
+        name=f"cuda.paged_attention.{name}", **given, sizes={"T": tokens, "B": slots},
+        runs=partial(decode.beside, others=others, slots=slots[1] or (SMALL_STEP if tokens[1] else None)),
     )  # fmt: skip
 
 
 RECORDS = (
     *(
         Record(
-            name=f"cuda.paged_attention.{name}", **_DECODE, sizes={"T": tokens, "B": slots},
-            runs=partial(decode.launches, slots=min(tokens[1], slots[1] or tokens[1])),
+            name=f"cuda.paged_attention.{name}", **_DECODE, sizes={"T": (0, decode.MOST_FEW), "B": slots},
+            runs=partial(decode.launches, slots=slots[1] or decode.MOST_FEW),
         )
-        for name, (tokens, slots) in _SINGLE_TOKENS.items()
+        for name, slots in _FEW_TOKENS.items()
     ),
-    *_beside_prompts("beside_hopper", launches.hopper_context, _PLAIN_CACHE),
-    *_beside_prompts("beside_prompts", launches.context),
+    *(
+        _beside(
+            name, (decode.MOST_FEW + 1, SMALL_STEP), slots,
+            partial(launches.few_queries, slots=range(slots[0], (slots[1] or SMALL_STEP) + 1)),
+            workspace=partial(launches.partial_bytes, is_small=True),
+        )
+        for name, slots in _BESIDE_FEW.items()
+    ),
+    *(
+        _beside(f"beside_{name}_{of_slots}", (SMALL_STEP + 1, None), slots, others, *takes)
+        for name, others, takes in (
+            ("hopper", launches.hopper_context, (_PLAIN_CACHE,)), ("prompts", launches.context, ()),
+        )
+        for of_slots, slots in _BESIDE_MANY.items()
+    ),
     *(
         Record(
             name=f"triton.paged_attention.{name}", **_PAGED, sizes={"T": (0, SMALL_STEP), "B": slots},

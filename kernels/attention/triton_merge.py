@@ -28,6 +28,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     least_keys,
     whole_keys,
     MOST_QUERIES: tl.constexpr,
+    LEAST_QUERIES: tl.constexpr,
     TO_TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -51,7 +52,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         wait_for_previous(PDL)
     seq, first_token, first_query, num_queries, _, _, _, start, end, split = small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
-        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
+        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK, LEAST_QUERIES,
     )  # fmt: skip
     is_idle = (num_queries <= 0) | (end - start <= split)
     if EARLY:

@@ -29,11 +29,13 @@ def small_tile(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEAST_QUERIES: tl.constexpr,
 ):
     """What `split_kernel` and `merge_kernel` share: the tile of a program, and how its keys are split.
 
     With MOST_QUERIES tile `i` is the queries of sequence `i`, if it has no more than so many. Without, the tiles are
-    those of all sequences: sequence b owns those from `cu_seqlens[b] // BLOCK_Q + b` on, at least as many as it needs.
+    those of all sequences: sequence b owns those from `cu_seqlens[b] // BLOCK_Q + b` on, at least as many as it needs;
+    nothing is done for sequences of fewer than LEAST_QUERIES.
 
     Gives the sequence, its first token, the tile's first query, how many queries the sequence has, or 0 where the
     program has nothing to do; its pages' place, its keys and the position of the first; the keys that the tile sees,
@@ -53,7 +55,7 @@ def small_tile(  # type: ignore[no-untyped-def]
             seq += tl.sum(((b <= num_seqs) & (bound // BLOCK_Q + b <= tile)).to(tl.int32), 0)
         first_token, num_queries = tokens_of(cu_seqlens_ptr, seq, num_seqs, num_tokens)
         first_query = (tile - (first_token // BLOCK_Q + seq)) * BLOCK_Q
-        num_queries = tl.where(first_query < num_queries, num_queries, 0)
+        num_queries = tl.where((first_query < num_queries) & (num_queries >= LEAST_QUERIES), num_queries, 0)
     first_page, kv_len, num_slots, page_start = keys_of(
         kv_lens_ptr, page_indptr_ptr, page_start_ptr, seq, num_seqs, num_queries, PAGE_SIZE
     )
@@ -125,6 +127,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     v_stride_h,
     v_stride_d,
     MOST_QUERIES: tl.constexpr,
+    LEAST_QUERIES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -159,7 +162,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     seq, first_token, first_query, num_queries, first_page, kv_len, page_start, start, end, split = small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
-        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK,
+        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, CHUNK, LEAST_QUERIES,
     )  # fmt: skip
     part = tl.program_id(2)
     low = start + part * split

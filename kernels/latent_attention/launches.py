@@ -279,6 +279,7 @@ def _split(use: Use, place: Workspace, most_tokens: int | None, tile: Tile) -> t
         args=(result, *partial, *_lists(False), tokens, sequences, *splits),
         constants=shared
         | {
+            "LEAST_QUERIES": 1,
             "TO_TOKENS": bool(most_tokens),
             "VALUE_SIZE": sizes.latent,
             "BLOCK_V": block_c,

@@ -189,7 +189,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     wait_for_previous(PDL)
     seq, first_token, first_query, num_queries, first_page, kv_len, _, start, end, split = small_tile(
         cu_seqlens_ptr, kv_lens_ptr, page_indptr_ptr, page_start_ptr, num_tokens, num_seqs, num_splits,
-        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, 0,
+        least_keys, whole_keys, MOST_QUERIES, PAGE_SIZE, BLOCK_Q, BLOCK_N, WINDOW, 0, 1,
     )  # fmt: skip
     part = tl.program_id(2)
     low = start + part * split

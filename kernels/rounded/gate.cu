@@ -26,7 +26,7 @@ constexpr int EACH = (RUNS + AT_ONCE - 1) / AT_ONCE;             // runs of a th
 constexpr int PARTS = CLUSTER * WARPS;                           // warps that share a row
 constexpr u32 INFINITE = 0x7f800000;
 
-struct Run { u32 pairs[RUN / 2]; };
+struct alignas(16) Run { u32 pairs[RUN / 2]; };    // one load
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ def rounded_gate(use: Use) -> tuple[Launch, ...]:
 
 
 def cluster_gate(use: Use) -> tuple[Launch, ...]:
-    """One launch of `gate.cu`: a cluster for each row, of as many blocks as have eight elements a thread."""
+    """One launch of `gate.cu`: a cluster for each row, of as many blocks as have eight elements a thread, or eight."""
     rows, width = rows_of(use, "x"), known(use, "x", -1) // 2
     cluster = min(_MOST_BLOCKS, power_of_two(-(-width // (8 * 32 * _WARPS))))
     return (

@@ -55,8 +55,8 @@ _CLUSTERS = Record(
     devices=("cuda",), min_capability=(9, 0), max_capability=(9, 0), dtypes={"x": ("float16", "bfloat16")},
     allocates=False, takes=(HAS_ROWS, _BY_TOKEN), workspace=nothing, runs=launches.cluster_gate,
 )  # fmt: skip
-"""Faster than Triton up to 128 rows of 14,336: one takes 2.8 us and not 4.2; but 256 take 11.6 and not 9.2. Rows that
-are longer than one of its programs takes are theirs in steps of any size."""
+"""Faster than Triton's up to 128 rows of 14,336: one takes 2.8 us and not 4.2, but 256 take 11.6 and not 9.2. Rows too
+long for Triton's are these clusters' in steps of any size."""
 
 RECORDS = (
     _triton("rounded_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -130,6 +131,28 @@ def test_write_kv_samples(dtype: torch.dtype, copied: Callable[[Sample], Sample]
         for name in ("k_cache", "v_cache"):
             assert torch.equal(sample[name].float(), expected[name].float())
     assert count > 5
+
+
+@pytest.mark.parametrize("padding", [0, 1, 3])
+@pytest.mark.parametrize("slots", [range(9, 17), range(33, 65)], ids=["in parts", "whole"])
+def test_sequences_of_several_queries_beside_single_tokens(
+    slots: range, padding: int, same: Callable[..., None]
+) -> None:
+    """Rows of sequences with one query are another kernel's, and one of padding is: nothing is written there."""
+    sample = paged_sample(Draw(torch.float32, CPU), MIXED, heads=4, kv_heads=2, size=16, page_size=8, padding=padding)
+    single = [token for token, (queries, _) in zip((0, 5, 6, 6, 25), MIXED, strict=True) if queries == 1]
+    single += [26] if padding == 1 else []
+    others = [token for token in range(26 + padding) if token not in single]
+    record = Record(
+        name="tried", op="precast.paged_attention", allocates=False, runs=partial(launches.few_queries, slots=slots),
+        workspace=partial(launches.partial_bytes, is_small=True),
+    )  # fmt: skip
+    out = torch.full_like(sample["q"], torch.nan)
+
+    as_function(record)(**sample, out=out)
+
+    same(PAGED_ATTENTION, out[:, others], paged_attention(**sample)[:, others])
+    assert out[:, single].isnan().all()
 
 
 def test_pages_far_apart(copied: Callable[[Sample], Sample], same: Callable[..., None]) -> None:

@@ -415,7 +415,8 @@ def test_many_sequences(
     draw = Draw(BRAIN, hopper)
     more = drawn(draw, heads, draw.dtype, more)
     lengths = [(1, 1 + 97 * i % 1500) for i in range(number)]
-    for sequences in (lengths, [*lengths, (5, 300), (200, 450)] if number > 32 else lengths):
+    prompts = [(5, 300), (200, 450)] if number > 32 else [(3, 40), (17, 900)]
+    for sequences in (lengths, [*lengths, *prompts]):
         sample = paged_sample(draw, sequences, heads=heads, kv_heads=kv_heads, size=size, page_size=16, **more)
         tokens, slots = sample["q"].shape[1], len(sequences)
         record = resolve(use_of(sample), {"T": tokens, "B": slots}).record

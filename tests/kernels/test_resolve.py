@@ -86,8 +86,7 @@ def chosen(found: dict[str, Use]) -> dict[str, str]:
 
 
 SINGLE_TOKENS = {
-    "few": "0 to 8", "small": "0 to 8", "to_16": "9 to 16", "to_32": "17 to 32", "to_48": "33 to 48",
-    "to_64": "49 to 64",
+    "few": "0 to 8", "small": "0 to 8", **dict.fromkeys(("to_16", "to_32", "to_48", "to_64"), "9 to 64"),
     **{f"beside_{what}_{slots}": "65 to any" for what in ("hopper", "prompts")
        for slots in ("to_48", "to_64", "to_96", "many")},
 }  # fmt: skip
@@ -158,18 +157,21 @@ def test_a_layer_on_gpus(target: Target) -> None:
 
     assert chosen(found) == {**ANYWHERE, **(ON_OLD_GPUS if target == OLD else ON_GPUS)}
     assert {resolve(use).record.control for use in found.values()} == {"static"}
-    by_slots = {2: "few", 3: "small", 32: "small"} | ({33: "many", 64: "many"} if target == OLD else {})
-    for slots, name in by_slots.items():
-        assert resolve(found["y"], {"T": 64, "B": slots}).record.name == f"triton.paged_attention.{name}"
+    on_old = {2: "few", 3: "small", 32: "small", 33: "many", 64: "many"}
+    on_new = {2: "triton few", 3: "triton small", 8: "triton small"}
+    for least, most in ((9, 16), (17, 32), (33, 48), (49, 64)):
+        on_new |= dict.fromkeys((least, most), f"cuda to_{most}")
+    by_slots = {slots: f"triton {name}" for slots, name in on_old.items()} if target == OLD else on_new
+    for slots, named in by_slots.items():
+        kind, name = named.split()
+        assert resolve(found["y"], {"T": 64, "B": slots}).record.name == f"{kind}.paged_attention.{name}"
     kind = "triton" if target == OLD else "cuda"
     for slots, name in {1: "few", 2: "few", 3: "small", 8: "small"}.items():
         assert resolve(found["y"], {"T": slots, "B": slots}).record.name == f"{kind}.paged_attention.{name}"
-    single = {9: "to_16", 16: "to_16", 17: "to_32", 32: "to_32", 33: "to_48", 48: "to_48", 49: "to_64",
-              64: "to_64", 65: "beside_hopper_to_96", 96: "beside_hopper_to_96", 97: "beside_hopper_many"}  # fmt: skip
-    for slots, name in single.items():
-        is_single = resolve(found["y"], {"T": slots, "B": slots}).record.name == f"cuda.paged_attention.{name}"
-        assert is_single == (target != OLD)
-    for slots, name in {33: "cuda.paged_attention.beside_hopper_to_48", 32: "triton.paged_attention.hopper"}.items():
+    beside = {32: "triton.paged_attention.hopper", 33: "cuda.paged_attention.beside_hopper_to_48"}
+    beside |= {slots: f"cuda.paged_attention.beside_hopper_{name}"
+               for slots, name in {48: "to_48", 49: "to_64", 65: "to_96", 96: "to_96", 97: "many"}.items()}  # fmt: skip
+    for slots, name in beside.items():
         assert (resolve(found["y"], {"T": 900, "B": slots}).record.name == name) == (target != OLD)
     assert resolve(found["heads"]).reason == "the only one"
 
@@ -188,8 +190,10 @@ def test_without_triton_attention_reads_the_host() -> None:
     assert chosen(found) == {**ANYWHERE, **IN_TORCH}
     choice = resolve(found["y"])
     assert choice.record.control == "host"
-    of_any_size = not_cuda("T is not known, it takes {}")
-    assert choice.reason == f"the fastest of 15; {refused(of_any_size | not_triton('triton is not installed'))}"
+    why = not_cuda("it wants Triton, which takes sequences of several tokens")
+    why |= {f"cuda.paged_attention.{each}": "T is not known, it takes 0 to 8" for each in ("few", "small")}
+    assert choice.reason == f"the fastest of 15; {refused(why | not_triton('triton is not installed'))}"
+    assert {resolve(found["y"], {"T": tokens, "B": 40}).record.name for tokens in (64, 900)} == {choice.record.name}
 
 
 def test_triton_wants_a_gpu_that_it_compiles_for() -> None:
@@ -556,8 +560,7 @@ def test_what_was_measured_comes_first() -> None:
     assert resolve(use, {"T": 64}) == (resolve(uses(CPU)["y"]).record, "measured")
     assert resolve(use, {"T": 65}).record.name == "triton.paged_attention.hopper"
     found = [(case.sizes["T"], case.choice.reason) for case in cases(use)]
-    up_to_64 = {(0, 8), (9, 16), (17, 32), (33, 48), (49, 64)}
-    assert {tokens for tokens, reason in found if reason == "measured"} == up_to_64
+    assert {tokens for tokens, reason in found if reason == "measured"} == {(0, 8), (9, 64)}
     assert {tokens for tokens, reason in found if reason != "measured"} == {(65, None)}
 
 
