@@ -65,6 +65,12 @@ def shell_code(process: subprocess.Popen[bytes]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def said(process: subprocess.Popen[bytes]) -> str:
+    """What a process that has ended wrote to stderr."""
+    assert process.stderr is not None
+    return process.stderr.read().decode()
+
+
 def left_behind(process: subprocess.Popen[bytes], folder: Path) -> list[str]:
     """Temporary files, shared memory and processes that are there after the end."""
     found = [str(file) for file in folder.rglob("*")]
@@ -96,7 +102,7 @@ def test_a_load_ends_at_any_moment(bundle: Path, tmp_path: Path) -> None:
             code = shell_code(process)
             if was_running and code:  # one that was about to end may have ended by itself
                 ended.append(code == CODES[number])
-            assert code in (0, CODES[number])
+            assert code in (0, CODES[number]), said(process)
             assert left_behind(process, tmp_path / str(index)) == []
 
     assert ended
