@@ -199,7 +199,7 @@ def _in_short(name: str) -> str:
 _WAITED = """
 Captured steps of sequences of 130 to 240 tokens on one {gpu}, with random weights. Kernels overlap:
 of each is given by how much its end comes after the ends of all in front of it, so that these times add up to a layer's
-(`benchmarks/bench_gpu_step_kernels.py`). Memory gives a layer of FP8 in 50 us, of INT4 in 26.
+(`benchmarks/bench_gpu_step_kernels.py`).
 
 """
 

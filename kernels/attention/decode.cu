@@ -95,28 +95,12 @@ __device__ __forceinline__ u32 transposed(u32 matrix) {
 
 __device__ __forceinline__ float widened(float value) { return value; }
 
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Writes to the shared memory of a CTA of the cluster, and counts the bytes at its barrier.
 __device__ __forceinline__ void send(u32 to, u32 rank, float a, float b, float c, float d, u32 barrier) {
   asm volatile(
       "{ .reg .u32 far, at; mapa.shared::cluster.u32 far, %0, %1; mapa.shared::cluster.u32 at, %2, %1; "
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [far], {%3, %4, %5, %6}, [at]; }" ::
           "r"(to), "r"(rank), "r"(barrier), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-// Until its first phase has ended.
-__device__ __forceinline__ void barrier_wait(u32 barrier) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(barrier) : "memory");
-  } while (!done);
 }
 
 __device__ __forceinline__ void store_near(u32 to, float a, float b, float c, float d) {
@@ -127,14 +111,6 @@ __device__ __forceinline__ float4 load_near(u32 from) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(from) : "memory");
   return x;
-}
-
-__device__ __forceinline__ void arrive_with_nothing_written() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // --- what a token sees ----------------------------------------------------------------------------------------------

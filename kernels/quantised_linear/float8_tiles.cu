@@ -84,7 +84,6 @@ __device__ __forceinline__ void give_four(u32 to, u32 rank, const float* x) {
 
 // What a thread wrote before it arrives, others read after they have waited.
 __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // --- w and x ---------------------------------------------------------------------------------------------------------
 

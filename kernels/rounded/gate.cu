@@ -30,14 +30,6 @@ struct alignas(16) Run { u32 pairs[RUN / 2]; };    // one load
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void arrive_with_nothing_written() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // A word to the shared memory of a CTA of the cluster, whose barrier counts the bytes.
 __device__ __forceinline__ void send(u32 to, u32 rank, u32 word, u32 barrier) {
   asm volatile(
@@ -46,26 +38,10 @@ __device__ __forceinline__ void send(u32 to, u32 rank, u32 word, u32 barrier) {
           "r"(to), "r"(rank), "r"(barrier), "r"(word) : "memory");
 }
 
-// Until its first phase has ended.
-__device__ __forceinline__ void barrier_wait(u32 barrier) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(barrier) : "memory");
-  } while (!done);
-}
-
 __device__ __forceinline__ u32 load_near(u32 from) {
   u32 word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
   return word;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Two numbers as float8_e4m3fn, the largest of them in place of larger ones; the first is the lower byte.

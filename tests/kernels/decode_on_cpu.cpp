@@ -4,6 +4,7 @@
 #define MAY_LEAVE true
 #endif
 #include "clusters_on_cpu.h"
+#include "counted_bytes_on_cpu.h"
 
 struct float4 { float x, y, z, w; };
 inline u32 __byte_perm(u32 a, u32 b, u32 places) {
@@ -23,17 +24,6 @@ inline u32 float16_of_float8(u32 word, int half) {
   return rounded_to_float16(of_float8(pair & 255), of_float8(pair >> 8 & 255));
 }
 
-struct Barrier { int arrivals; i64 bytes; };
-static std::vector<Barrier> barriers;    // one of each CTA
-inline void barrier_init(u32, u32 arrivals) { barriers[current->rank] = {(int)arrivals, 0}; }
-inline void barrier_init_fence() {}
-inline void barrier_expect(u32, u32 bytes) {
-  CHECK(barriers[current->rank].arrivals-- == 1);
-  barriers[current->rank].bytes += bytes;
-}
-inline void barrier_wait(u32) {
-  while (barriers[current->rank].arrivals > 0 || barriers[current->rank].bytes != 0) fibers::let_others_run();
-}
 inline void send(u32 to, u32 rank, float a, float b, float c, float d, u32) {
   const float x[4] = {a, b, c, d};
   CHECK(barriers[rank].arrivals > 0 || barriers[rank].bytes >= 16);
@@ -52,8 +42,6 @@ inline float4 load_near(u32 from) {
   memcpy(&x, at(from, 16), 16);
   return x;
 }
-inline void arrive_with_nothing_written() { arrive_at_cluster(); }
-
 #include "decode.inc"
 
 static const u64* arguments;
@@ -71,6 +59,5 @@ extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 share
                     u32 count) {
   arguments = args;
   run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread,
-               [] { barriers.assign(CLUSTER, {-1, 0}); },
-               [] { for (const Barrier& each : barriers) CHECK(each.bytes == 0); });
+               make_barriers, check_barriers);
 }

@@ -1,6 +1,7 @@
 // Runs kernels/rounded/gate.cu on a CPU: "gate.inc" is its source without the functions that are PTX.
 
 #include "clusters_on_cpu.h"
+#include "counted_bytes_on_cpu.h"
 
 inline float __expf(float a) { return expf(a); }
 
@@ -17,17 +18,6 @@ static u32 as_float8(float x) {
 }
 inline u32 rounded_to_float8(float first, float second) { return as_float8(first) | as_float8(second) << 8; }
 
-struct Barrier { int arrivals; i64 bytes; };
-static std::vector<Barrier> barriers;    // one of each CTA
-inline void barrier_init(u32, u32 arrivals) { barriers[current->rank] = {(int)arrivals, 0}; }
-inline void barrier_init_fence() {}
-inline void barrier_expect(u32, u32 bytes) {
-  CHECK(barriers[current->rank].arrivals-- == 1);
-  barriers[current->rank].bytes += bytes;
-}
-inline void barrier_wait(u32) {
-  while (barriers[current->rank].arrivals != 0 || barriers[current->rank].bytes != 0) fibers::let_others_run();
-}
 inline void send(u32 to, u32 rank, u32 word, u32) {
   CHECK(of_cluster.turn > 0 && barriers[rank].bytes >= 4);    // all CTAs have begun, and expect it
   CHECK(to % 4 == 0 && rank < shared.size() && to + 4 <= shared[rank].size());
@@ -39,8 +29,6 @@ inline u32 load_near(u32 from) {
   memcpy(&word, at(from, 4), 4);
   return word;
 }
-inline void arrive_with_nothing_written() { arrive_at_cluster(); }
-
 #include "gate.inc"
 
 static const u64* arguments;
@@ -53,6 +41,5 @@ extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 share
                     u32 count) {
   arguments = args;
   run_clusters({grid, num_threads, shared_bytes, late, changed, count}, run_thread,
-               [] { barriers.assign(CLUSTER, {-1, 0}); },
-               [] { for (const Barrier& each : barriers) CHECK(each.bytes == 0); });
+               make_barriers, check_barriers);
 }
