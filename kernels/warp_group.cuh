@@ -95,16 +95,18 @@ __device__ __forceinline__ void multiply_group(float* d, u64 x, u64 w, int adds)
                " {" sums "}, " a ", " b ", p, 1, 1; }"                                                              \
                : __VA_ARGS__ : "l"(x), "l"(w), "r"(adds))
 
-// The same of 32 float8_e4m3fn of each row and column, which take as many bytes. N is 16, 32 or 64.
+// The same of 32 float8_e4m3fn of each row and column, which take as many bytes. N is 16, 32, 64 or 128.
 template <int N>
 __device__ __forceinline__ void multiply_group_float8(float* d, u64 x, u64 w, int adds) {
   if constexpr (N == 16) {
     OF_FLOAT8(16, S8, "%8", "%9", "%10", D4(0), D4(4));
   } else if constexpr (N == 32) {
     OF_FLOAT8(32, S16, "%16", "%17", "%18", D16(0));
-  } else {
-    static_assert(N == 64, "there are instructions for so many columns");
+  } else if constexpr (N == 64) {
     OF_FLOAT8(64, S32, "%32", "%33", "%34", D16(0), D16(16));
+  } else {
+    static_assert(N == 128, "there are instructions for so many columns");
+    OF_FLOAT8(128, S64, "%64", "%65", "%66", D64(0));
   }
 }
 

@@ -1,7 +1,7 @@
-// product_float8: y[m, n] = sum over k of x[m, k] * w[n, k], for 9 to 64 rows of x, both of float8_e4m3fn with scales.
+// product_float8: y[m, n] = sum over k of x[m, k] * w[n, k], for 9 to 128 rows of x, both of float8_e4m3fn with scales.
 //
 // Tiles of 128 rows of w and of all of x, over 128 k at a time. Two warps copy rows of w into a ring in shared memory, and
-// one those of x, both in the order in which the tensor cores read them (wgmma). Two warp groups multiply, each 64 rows of
+// two those of x, both in the order in which the tensor cores read them (wgmma). Two warp groups multiply, each 64 rows of
 // a tile. What they sum over 128 k is added to sums in float32, times scales if BLOCKS have them: the tensor cores alone
 // keep 14 digits of a sum.
 //
@@ -14,7 +14,7 @@
 //
 // Defines:
 //   FLOAT16          y and bias are float16; else bfloat16
-//   COLUMNS=n        rows of x at most: 16, 32 or 64
+//   COLUMNS=n        rows of x at most: 16, 32, 64 or 128
 //   STAGES=n         of the ring
 //   CLUSTER=n        blocks that share a tile; 1 where a block takes several
 //   BLOCKS           scales of w are of blocks of 128 x 128, those of x of 128 in a row: [rows, inputs / 128]
@@ -28,8 +28,8 @@
 
 constexpr int TILE = 128;                       // rows of w in a tile
 constexpr int STAGE_INPUTS = 128;
-constexpr int MULTIPLYING = 256, THREADS = MULTIPLYING + 128;    // the last warp only meets the others
-constexpr int W_WARP = MULTIPLYING / 32, X_WARP = W_WARP + 2, COPYING = 96;    // threads that copy
+constexpr int MULTIPLYING = 256, COPYING = 128, THREADS = MULTIPLYING + COPYING;
+constexpr int W_WARP = MULTIPLYING / 32, X_WARP = W_WARP + 2;
 constexpr int SUMS = COLUMNS / 2, FOURS = SUMS / 4;    // of a thread
 constexpr u32 W_STAGE = TILE * STAGE_INPUTS, X_STAGE = COLUMNS * STAGE_INPUTS;
 
@@ -38,12 +38,16 @@ constexpr u32 W_RING = 0;
 constexpr u32 X_RING = W_RING + STAGES * W_STAGE;
 constexpr u32 GIVEN = X_RING + STAGES * X_STAGE;             // sums that others have, 16 bytes of a thread together
 constexpr int SHARE = (FOURS + CLUSTER - 1) / CLUSTER;       // of a thread's fours, of each block
-constexpr u32 X_SCALES = GIVEN + (CLUSTER - 1) * SHARE * MULTIPLYING * 16;    // with BLOCKS, of each stage
-#ifdef BLOCKS
-constexpr u32 FULL = X_SCALES + STAGES * COLUMNS * 4;        // barriers
+constexpr u32 X_SCALES = GIVEN + (CLUSTER - 1) * SHARE * MULTIPLYING * 16;
+#if defined(BLOCKS)
+constexpr int NUM_X_SCALES = STAGES * COLUMNS;
+#elif defined(ONE_X_SCALE)
+constexpr int NUM_X_SCALES = 0;
 #else
-constexpr u32 FULL = X_SCALES;
+#define OF_ROWS_OF_X
+constexpr int NUM_X_SCALES = COLUMNS;
 #endif
+constexpr u32 FULL = X_SCALES + NUM_X_SCALES * 4;            // barriers
 constexpr u32 EMPTY = FULL + STAGES * 8;
 
 // --- what PTX has and C++ has not ------------------------------------------------------------------------------------
@@ -67,6 +71,12 @@ __device__ __forceinline__ float load_scale(u32 from) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
   return x;
 }
+
+__device__ __forceinline__ void store_scale(u32 to, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void sync_multiplying() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory"); }
 
 __device__ __forceinline__ float4 load_four(u32 from) {
   float4 x;
@@ -93,26 +103,6 @@ struct Weight {
   const Element* bias;
   int outputs, inputs;
 };
-
-// y[m, n] of a sum.
-__device__ __forceinline__ void finish(Element* y, const Weight& w, int m, int n, float sum) {
-#ifndef BLOCKS
-#ifdef ONE_SCALE
-  sum *= w.scales[0];
-#else
-  sum *= w.scales[n];
-#endif
-#ifdef ONE_X_SCALE
-  sum *= w.x_scales[0];
-#else
-  sum *= w.x_scales[m];
-#endif
-#endif
-#ifdef BIAS
-  sum += widened(w.bias[n]);
-#endif
-  y[(i64)m * w.outputs + n] = rounded(sum);
-}
 
 // --- who does what ---------------------------------------------------------------------------------------------------
 
@@ -142,43 +132,95 @@ __device__ __forceinline__ void fill(u32 base, const Work& work, Copy copy) {
     }
 }
 
-// Two warps: eight of their threads have a row's 128 bytes.
+// A thread's part of so many rows of 128 bytes that two warps copy, eight rows at a time, eight of their threads a row.
+struct Part {
+  int first, piece;
+
+  __device__ __forceinline__ Part() : first(threadIdx.x % 64 / 8), piece(threadIdx.x % 8) {}
+
+  // Of rows that are `apart` bytes from one to the next, so many of which are there.
+  template <int ROWS, typename Copy>
+  __device__ __forceinline__ void copy_rows(u32 to, const unsigned char* from, i64 apart, int present, Copy copy) const {
+    const int own = present - first;
+    to += place_in_block(first, piece);
+    from += first * apart + piece * 16;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 8) {
+      if (i < own) copy(to + i * 128, from);
+      from += 8 * apart;
+    }
+  }
+};
+
 __device__ __forceinline__ void bring_weights(u32 base, const Weight& w, const Work& work) {
   const u64 policy = read_once_policy();
-  const int thread = threadIdx.x - W_WARP * 32, first = thread / 8, piece = thread % 8;
+  const Part part;
   fill(base, work, [&](int row, int stage, int at) {
-    const int present = min(TILE, w.outputs - row);
-    const unsigned char* from = w.values + (i64)(row + first) * w.inputs + stage * STAGE_INPUTS + piece * 16;
-    const u32 to = base + W_RING + at * W_STAGE + place_in_block(first, piece);
-#pragma unroll
-    for (int i = 0; i < TILE / 8; i++)
-      if (i * 8 + first < present) copy_once(to + i * 8 * 128, from + (i64)i * 8 * w.inputs, policy);
+    part.copy_rows<TILE>(base + W_RING + at * W_STAGE, w.values + (i64)row * w.inputs + stage * STAGE_INPUTS, w.inputs,
+                         w.outputs - row, [&](u32 to, const unsigned char* from) { copy_once(to, from, policy); });
   });
 }
 
-// A warp: the same of x, and its scales.
+// And the scales of x.
 __device__ __forceinline__ void bring_x(u32 base, const Weight& w, const Work& work, int rows) {
-  const int lane = threadIdx.x % 32, first = lane / 8, piece = lane % 8;
+  const Part part;
   fill(base, work, [&](int, int stage, int at) {
-    const unsigned char* from = w.x + (i64)first * w.inputs + stage * STAGE_INPUTS + piece * 16;
-    const u32 to = base + X_RING + at * X_STAGE;
-#pragma unroll 8
-    for (int i = 0; i < COLUMNS / 4; i++)
-      if (i * 4 + first < rows)
-        copy_piece(to + place_in_block(i * 4 + first, piece), from + (i64)i * 4 * w.inputs);
+    part.copy_rows<COLUMNS>(base + X_RING + at * X_STAGE, w.x + stage * STAGE_INPUTS, w.inputs, rows,
+                            [&](u32 to, const unsigned char* from) { copy_piece(to, from); });
 #ifdef BLOCKS
-    for (int i = lane; i < rows; i += 32)
+    for (int i = threadIdx.x % 64; i < rows; i += 64)
       copy_scale(base + X_SCALES + (at * COLUMNS + i) * 4, w.x_scales + (i64)i * (w.inputs / STAGE_INPUTS) + stage);
 #endif
   });
 }
 
-// Where the i-th sum of a thread stands in a tile.
+// Where the i-th sum of a thread stands in a tile: two rows, a multiple of 8 apart, and two columns of each eight.
 __device__ __forceinline__ int row_of(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
 __device__ __forceinline__ int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
+// What sums of a row of w are multiplied with, and what is added then.
+struct Row {
+  float scale = 1, bias = 0;
+
+  __device__ __forceinline__ Row(const Weight& w, int n) {
+    if (n >= w.outputs) return;
+#ifndef BLOCKS
+#ifdef ONE_SCALE
+    scale = w.scales[0];
+#else
+    scale = w.scales[n];
+#endif
+#ifdef ONE_X_SCALE
+    scale *= w.x_scales[0];
+#endif
+#endif
+#ifdef BIAS
+    bias = widened(w.bias[n]);
+#endif
+  }
+};
+
+#ifdef OF_ROWS_OF_X
+// The scales of x to shared memory, by all who multiply.
+__device__ __forceinline__ void keep_x_scales(u32 base, const Weight& w, int rows) {
+  const int m = threadIdx.x;
+  if (m < rows) store_scale(base + X_SCALES + m * 4, w.x_scales[m]);
+  sync_multiplying();
+}
+#endif
+
+// y[m, n] of a sum.
+__device__ __forceinline__ void finish(Element* y, u32 base, const Weight& w, const Row& row, int m, int n, float sum) {
+  sum *= row.scale;
+#ifdef OF_ROWS_OF_X
+  sum *= load_scale(base + X_SCALES + m * 4);
+#endif
+  y[(i64)m * w.outputs + n] = rounded(sum + row.bias);
+}
+
 // Each block is given a share of the fours of all: every CLUSTER-th. Writes those that it has then.
-__device__ __forceinline__ void join(Element* y, u32 base, const Weight& w, float (&sums)[SUMS], int row, int rows) {
+__device__ __forceinline__ void join(
+    Element* y, u32 base, const Weight& w, float (&sums)[SUMS], const Row (&own_rows)[2], int row, int rows) {
   const int rank = blockIdx.x % CLUSTER;
   const auto place_from = [&](int source, int four) {    // of a block that gives
     return base + GIVEN + ((source * SHARE + four / CLUSTER) * MULTIPLYING + threadIdx.x) * 16;
@@ -207,7 +249,7 @@ __device__ __forceinline__ void join(Element* y, u32 base, const Weight& w, floa
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int n = row + row_of(4 * four + i), m = column_of(4 * four + i);
-      if (m < rows && n < w.outputs) finish(y, w, m, n, total[i]);
+      if (m < rows && n < w.outputs) finish(y, base, w, own_rows[i / 2], m, n, total[i]);
     }
   }
 }
@@ -217,6 +259,7 @@ __device__ __forceinline__ void multiply_tiles(Element* y, u32 base, const Weigh
   const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
   Place place = {0, 0};
   for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters) {
+    const Row own_rows[2] = {{w, tile * TILE + row_of(0)}, {w, tile * TILE + row_of(2)}};
     float sums[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sums[i] = 0;
@@ -251,7 +294,7 @@ __device__ __forceinline__ void multiply_tiles(Element* y, u32 base, const Weigh
         sums[i] += products[i];
 #endif
     }
-    join(y, base, w, sums, tile * TILE, rows);
+    join(y, base, w, sums, own_rows, tile * TILE, rows);
   }
 }
 
@@ -273,11 +316,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (CLUSTER > 1) arrive_at_cluster();
   if (warp < W_WARP) {
     wait_for_kernel_in_front();
+#ifdef OF_ROWS_OF_X
+    keep_x_scales(base, w, (int)rows);
+#endif
     multiply_tiles(y, base, w, work, (int)rows);
     return;
   }
-  if (warp < X_WARP) bring_weights(base, w, work);
-  if (warp == X_WARP) {
+  if (warp < X_WARP) {
+    bring_weights(base, w, work);
+  } else {
     wait_for_kernel_in_front();
     bring_x(base, w, work, (int)rows);
   }

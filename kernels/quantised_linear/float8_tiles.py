@@ -1,4 +1,4 @@
-"""Float8 weights times inputs that are rounded to float8, with 9 to 64 rows, on Hopper: which layers it takes, and its
+"""Float8 weights times inputs that are rounded to float8, with 9 to 128 rows, on Hopper: which layers it takes, and its
 launches. No torch, no triton here.
 
 `float8_tiles.cu` describes it. The input is rounded first, if it isn't yet.
@@ -16,8 +16,11 @@ from precast.kernels.quantised_linear import float8, launches
 from precast.kernels.records import Condition, Launch, Pointer, Record
 from precast.kernels.use import Use
 
-ROWS = (16, 32, 64)
+ROWS = (16, 32, 64, 128)
 """Rows of the input at most: a record each."""
+_FEW, _MOST_TILES = 64, 66
+"""Of more rows cuBLASLt is faster, but where scales are of rows and there are no more tiles than these, which clusters
+take."""
 _LEAST = 9
 """Of fewer rows it is the weight stream."""
 _TILE, _INPUTS = 128, 128
@@ -47,10 +50,10 @@ def plan_of(columns: int, outputs: int, inputs: int, *, in_blocks: bool) -> Plan
     cluster = max(1, min(max(_IN_CLUSTERS // tiles, min(_NUM_SMS // tiles, 2)), _MOST_CLUSTER, steps))
     of_block = -(-tiles // _NUM_SMS)  # tiles: 1, but where clusters are of one block
     grid = cluster * -(-tiles // of_block)
-    given = (cluster - 1) * -(-columns // 8 // cluster) * _MULTIPLYING * 16
+    beside = (cluster - 1) * -(-columns // 8 // cluster) * _MULTIPLYING * 16 + 4 * columns
     stage = (_TILE + columns) * _INPUTS + 16 + 4 * columns * in_blocks
-    stages = min((_SHARED_BYTES - given) // stage, _MOST_STAGES, of_block * steps // cluster + 1)
-    return Plan(stages, cluster, grid, given + stages * stage)
+    stages = min((_SHARED_BYTES - beside) // stage, _MOST_STAGES, of_block * steps // cluster + 1)
+    return Plan(stages, cluster, grid, beside + stages * stage)
 
 
 def _plan(use: Use, most: int) -> Plan:
@@ -85,6 +88,11 @@ def _fits(use: Use, most: int) -> bool:
     return sizes is not None and sizes.inputs % _INPUTS == 0 and (rows is None or rows <= most)
 
 
+def _is_shared(use: Use) -> bool:
+    sizes = launches.sizes_of(use)
+    return sizes is not None and sizes.outputs <= _MOST_TILES * _TILE
+
+
 def _has_rows_of_tokens(use: Use) -> bool:
     shape = use.shape("input")
     rows = shape[-2] if len(shape) > 1 else None
@@ -94,6 +102,7 @@ def _has_rows_of_tokens(use: Use) -> bool:
 def records() -> Iterator[Record]:
     """A record for each number of rows."""
     for least, most in zip((_LEAST, *(each + 1 for each in ROWS)), ROWS, strict=False):
+        is_few = most <= _FEW
         yield Record(
             name=f"cuda.quantised_linear_of_float8_to_{most}", op="precast.quantised_linear", kind="cuda",
             devices=("cuda",), min_capability=(9, 0), max_capability=(9, 0), allocates=False,
@@ -104,10 +113,14 @@ def records() -> Iterator[Record]:
             workspace=launches.rounded_bytes, runs=partial(_launches, most=most),
             takes=(
                 Condition("a float8 weight and an input rounded to float8, with scales of all, of rows, or of 128 "
-                          "inputs and of blocks of 128 x 128", lambda use: float8.scales_of(use) is not None),
+                          "inputs and of blocks of 128 x 128", lambda use: float8.scales_of(use) is not None)
+                if is_few else
+                Condition("a float8 weight and an input rounded to float8, with scales of rows",
+                          lambda use: float8.scales_of(use) == "rows"),
                 Condition("params in row-major order, and a bias of the result's type", float8.lies_ready),
                 Condition("rows that are tokens, along one axis", _has_rows_of_tokens),
                 Condition(f"at most {most} rows of a multiple of {_INPUTS} inputs", partial(_fits, most=most)),
+                *(() if is_few else (Condition(f"at most {_MOST_TILES * _TILE} outputs", _is_shared),)),
                 Condition("Triton, which rounds",
                           lambda use: launches.is_given(use) or "triton" in use.target.kinds),
                 Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that have one scale", launches.is_short),

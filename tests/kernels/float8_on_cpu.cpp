@@ -26,6 +26,9 @@ inline float load_scale(u32 from) {
   memcpy(&x, at(from, 4), 4);
   return x;
 }
+static std::vector<fibers::Meeting> of_multiplying;    // of each block
+inline void store_scale(u32 to, float x) { memcpy(at(to, 4), &x, 4); }
+inline void sync_multiplying() { of_multiplying[current->rank].arrive_and_wait(); }
 inline float4 load_four(u32 from) {
   CHECK(from % 16 == 0);
   float4 x;
@@ -50,7 +53,8 @@ static void run_thread() {
 
 static void begin() {
   barriers.clear();
-  in_front = fibers::Meeting(CLUSTER * (MULTIPLYING + 32));    // warps that bring w, or nothing, don't wait
+  of_multiplying.assign(CLUSTER, fibers::Meeting(MULTIPLYING));
+  in_front = fibers::Meeting(CLUSTER * (MULTIPLYING + 64));    // warps that bring w don't wait
 }
 
 extern "C" void run(const u64* args, const u32* grid, u32 num_threads, u32 shared_bytes, u32 late, const u64* changed,
