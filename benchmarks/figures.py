@@ -412,7 +412,7 @@ def _beside_vllm() -> str:
 
 
 _BESIDE = """ Both load the same files of random
-weights, one after the other. Like the table above it was measured before
+weights, one after the other. It was measured before
 [attention of 9 and more sequences](kernels/attention.md#single-tokens) and the gate of FP8 by row were made faster; and
 with 64 and 256 sequences, contexts of Precast's were up to a hundred tokens longer: beside sequences that decode it
 takes prompts more slowly.
