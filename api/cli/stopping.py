@@ -76,11 +76,13 @@ def _heard_by_a_thread(numbers: Collection[int]) -> Iterator[None]:
 def _end(number: int, frame: FrameType | None) -> None:
     if not _ENDING.acquire(blocking=False):  # the other thread, or the signal before this one, is about to
         return
-    word = _WORDS[signal.Signals(number)]
-    with suppress(OSError):  # nobody may be reading any more
-        os.write(2, f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}\n{word}\n".encode())
-    _end_children()
-    os._exit(128 + number)
+    try:
+        word = _WORDS[signal.Signals(number)]
+        with suppress(OSError):  # nobody may be reading any more
+            os.write(2, f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}\n{word}\n".encode())
+        _end_children()
+    finally:
+        os._exit(128 + number)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
@@ -90,8 +92,11 @@ def _unwind(number: int, frame: FrameType | None) -> None:
 
 
 def _end_children() -> None:
-    """Compilers that a library has started, where the system lists them."""
+    """Compilers that a library has started, where the system lists them.
+
+    Bytes, no text: a codec may have to be imported, and the signal may have come while just that is being imported.
+    """
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError, ValueError):
-            for child in file.read_text(encoding="ascii").split():
+            for child in file.read_bytes().split():
                 os.kill(int(child), signal.SIGKILL)

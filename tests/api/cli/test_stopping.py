@@ -156,6 +156,27 @@ def test_a_signal_just_before_a_wait_ends_it(number: signal.Signals, word: str) 
     assert (ran.returncode, ran.stdout, ran.stderr) == (CODES[number], "", f"\n{word}\n")
 
 
+IMPORTS = """
+import codecs, os, signal, sys
+from precast.cli.stopping import ends_at_once
+def hears(event, found):
+    if event == "open" and "ascii" in os.path.basename(str(found[0])):
+        signal.raise_signal(int(sys.argv[1]))
+with ends_at_once():
+    sys.addaudithook(hears)
+    codecs.lookup("ascii")
+"""
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_while_a_codec_is_imported_ends_it(number: signal.Signals, word: str) -> None:
+    """What is half imported fails whoever uses it: to end must not take a codec."""
+    command = [sys.executable, "-c", IMPORTS, str(int(number))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+
+    assert (ran.returncode, ran.stdout, ran.stderr) == (CODES[number], "", f"\n{word}\n")
+
+
 def test_handlers_are_what_they_were_afterwards() -> None:
     before = [signal.getsignal(number) for number in CODES]
     descriptor = signal.set_wakeup_fd(-1)
