@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,32 @@ def caches_page() -> str:
 def kernels_page() -> str:
     """The tables of docs/kernel_speed.md."""
     rows = (row.cells for claim, rows_of in kernel_figures.KERNELS.items() for row in rows_of(result(claim)))
-    return f"{_table(kernel_figures.HEADS, rows)}{_single_tokens()}{_waited_for()}"
+    return f"{_table(kernel_figures.HEADS, rows)}{_float8_layers()}{_single_tokens()}{_waited_for()}"
+
+
+def _float8_layers() -> str:
+    """Layers of float8 on both sides by tiles of our own and by cuBLASLt."""
+    found = result("gpu_float8_tiles")
+    counts = [count for count in found["rows"]["o"] if count != "bytes_us"]
+    rows = [
+        (f"{layer}, scales of {kind}", f"{each['bytes_us']:.1f}", *(_both(each[count]) for count in counts))
+        for kind, layers in found.items() for layer, each in layers.items()
+    ]  # fmt: skip
+    table = _table(("us", "its bytes", *(f"{count} rows" for count in counts)), rows)
+    return f"\n## Float8 on both sides\n{_FLOAT8.format(gpu=_read('gpu_float8_tiles')['machine']['gpu'])}{table}"
+
+
+def _both(times: Mapping[str, Any]) -> str:
+    """Of both ways, the one that a layer gets in bold."""
+    return " / ".join(f"**{times[f'{by}_us']:.1f}**" if by == times["chosen"] else f"{times[f'{by}_us']:.1f}"
+                      for by in ("tiles", "cublaslt"))  # fmt: skip
+
+
+_FLOAT8 = """
+Layers of Llama 3.1 8B whose inputs are rounded already, by `float8_tiles.cu` / by cuBLASLt, on one {gpu}; in bold
+what a layer gets (`benchmarks/bench_gpu_float8_tiles.py`).
+
+"""
 
 
 def _single_tokens() -> str:

@@ -1,6 +1,6 @@
-// product_float8: y[m, n] = sum over k of x[m, k] * w[n, k], for 9 to 128 rows of x, both of float8_e4m3fn with scales.
+// product_float8: y[m, n] = sum over k of x[m, k] * w[n, k], for 9 to 256 rows of x, both of float8_e4m3fn with scales.
 //
-// Tiles of 128 rows of w and of all of x, over 128 k at a time. Two warps copy rows of w into a ring in shared memory, and
+// Tiles of 128 rows of w and of COLUMNS rows of x, over 128 k at a time. Two warps copy rows of w into a ring in shared memory, and
 // two those of x, both in the order in which the tensor cores read them (wgmma). Two warp groups multiply, each 64 rows of
 // a tile. What they sum over 128 k is added to sums in float32, times scales if BLOCKS have them: the tensor cores alone
 // keep 14 digits of a sum.
@@ -14,7 +14,7 @@
 //
 // Defines:
 //   FLOAT16          y and bias are float16; else bfloat16
-//   COLUMNS=n        rows of x at most: 16, 32, 64 or 128
+//   COLUMNS=n        rows of x that a tile has: 16, 32, 64 or 128
 //   STAGES=n         of the ring
 //   CLUSTER=n        blocks that share a tile; 1 where a block takes several
 //   BLOCKS           scales of w are of blocks of 128 x 128, those of x of 128 in a row: [rows, inputs / 128]
@@ -45,7 +45,7 @@ constexpr int NUM_X_SCALES = STAGES * COLUMNS;
 constexpr int NUM_X_SCALES = 0;
 #else
 #define OF_ROWS_OF_X
-constexpr int NUM_X_SCALES = COLUMNS;
+constexpr int NUM_X_SCALES = MULTIPLYING;
 #endif
 constexpr u32 FULL = X_SCALES + NUM_X_SCALES * 4;            // barriers
 constexpr u32 EMPTY = FULL + STAGES * 8;
@@ -106,17 +106,22 @@ struct Weight {
 
 // --- who does what ---------------------------------------------------------------------------------------------------
 
-// A block's stages, of each of its tiles.
+// A block's stages, of each of its tiles: `wide` of these have the same rows of w, and follow one another.
 struct Work {
-  int tiles, clusters, first_tile, first, end;
+  int tiles, wide, clusters, first_tile, first, end;
 
-  __device__ __forceinline__ Work(const Weight& w) {
+  __device__ __forceinline__ Work(const Weight& w, int rows) {
     const int stages = w.inputs / STAGE_INPUTS, rank = blockIdx.x % CLUSTER;
-    tiles = (w.outputs + TILE - 1) / TILE;
+    wide = (rows + COLUMNS - 1) / COLUMNS;
+    tiles = (w.outputs + TILE - 1) / TILE * wide;
     clusters = gridDim.x / CLUSTER;
     first_tile = blockIdx.x / CLUSTER;
     first = stages * rank / CLUSTER, end = stages * (rank + 1) / CLUSTER;
   }
+
+  // The first row of w in a tile, and the first row of x.
+  __device__ __forceinline__ int row(int tile) const { return tile / wide * TILE; }
+  __device__ __forceinline__ int column(int tile) const { return tile % wide * COLUMNS; }
 };
 
 // Calls for each stage, when its place in the ring is empty.
@@ -126,7 +131,7 @@ __device__ __forceinline__ void fill(u32 base, const Work& work, Copy copy) {
   for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters)
     for (int stage = work.first; stage < work.end; stage++) {
       barrier_wait(base + EMPTY + place.at * 8, place.parity);
-      copy(tile * TILE, stage, place.at);
+      copy(tile, stage, place.at);
       arrive_when_copied(base + FULL + place.at * 8);
       place.advance(STAGES);
     }
@@ -155,7 +160,8 @@ struct Part {
 __device__ __forceinline__ void bring_weights(u32 base, const Weight& w, const Work& work) {
   const u64 policy = read_once_policy();
   const Part part;
-  fill(base, work, [&](int row, int stage, int at) {
+  fill(base, work, [&](int tile, int stage, int at) {
+    const int row = work.row(tile);
     part.copy_rows<TILE>(base + W_RING + at * W_STAGE, w.values + (i64)row * w.inputs + stage * STAGE_INPUTS, w.inputs,
                          w.outputs - row, [&](u32 to, const unsigned char* from) { copy_once(to, from, policy); });
   });
@@ -164,12 +170,14 @@ __device__ __forceinline__ void bring_weights(u32 base, const Weight& w, const W
 // And the scales of x.
 __device__ __forceinline__ void bring_x(u32 base, const Weight& w, const Work& work, int rows) {
   const Part part;
-  fill(base, work, [&](int, int stage, int at) {
-    part.copy_rows<COLUMNS>(base + X_RING + at * X_STAGE, w.x + stage * STAGE_INPUTS, w.inputs, rows,
-                            [&](u32 to, const unsigned char* from) { copy_piece(to, from); });
+  fill(base, work, [&](int tile, int stage, int at) {
+    const int first = work.column(tile);
+    part.copy_rows<COLUMNS>(base + X_RING + at * X_STAGE, w.x + (i64)first * w.inputs + stage * STAGE_INPUTS, w.inputs,
+                            rows - first, [&](u32 to, const unsigned char* from) { copy_piece(to, from); });
 #ifdef BLOCKS
-    for (int i = threadIdx.x % 64; i < rows; i += 64)
-      copy_scale(base + X_SCALES + (at * COLUMNS + i) * 4, w.x_scales + (i64)i * (w.inputs / STAGE_INPUTS) + stage);
+    for (int i = threadIdx.x % 64; i < min(COLUMNS, rows - first); i += 64)
+      copy_scale(base + X_SCALES + (at * COLUMNS + i) * 4,
+                 w.x_scales + (i64)(first + i) * (w.inputs / STAGE_INPUTS) + stage);
 #endif
   });
 }
@@ -220,7 +228,7 @@ __device__ __forceinline__ void finish(Element* y, u32 base, const Weight& w, co
 
 // Each block is given a share of the fours of all: every CLUSTER-th. Writes those that it has then.
 __device__ __forceinline__ void join(
-    Element* y, u32 base, const Weight& w, float (&sums)[SUMS], const Row (&own_rows)[2], int row, int rows) {
+    Element* y, u32 base, const Weight& w, float (&sums)[SUMS], const Row (&own_rows)[2], int row, int column, int rows) {
   const int rank = blockIdx.x % CLUSTER;
   const auto place_from = [&](int source, int four) {    // of a block that gives
     return base + GIVEN + ((source * SHARE + four / CLUSTER) * MULTIPLYING + threadIdx.x) * 16;
@@ -248,7 +256,7 @@ __device__ __forceinline__ void join(
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int n = row + row_of(4 * four + i), m = column_of(4 * four + i);
+      const int n = row + row_of(4 * four + i), m = column + column_of(4 * four + i);
       if (m < rows && n < w.outputs) finish(y, base, w, own_rows[i / 2], m, n, total[i]);
     }
   }
@@ -259,13 +267,14 @@ __device__ __forceinline__ void multiply_tiles(Element* y, u32 base, const Weigh
   const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
   Place place = {0, 0};
   for (int tile = work.first_tile; tile < work.tiles; tile += work.clusters) {
-    const Row own_rows[2] = {{w, tile * TILE + row_of(0)}, {w, tile * TILE + row_of(2)}};
+    const int row = work.row(tile);
+    const Row own_rows[2] = {{w, row + row_of(0)}, {w, row + row_of(2)}};
     float sums[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sums[i] = 0;
     for (int stage = work.first; stage < work.end; stage++) {
 #ifdef BLOCKS
-      const float scale = w.scales[tile * (w.inputs / STAGE_INPUTS) + stage];
+      const float scale = w.scales[row / STAGE_INPUTS * (w.inputs / STAGE_INPUTS) + stage];
 #endif
       barrier_wait(base + FULL + place.at * 8, place.parity);
       show_to_tensor_cores();
@@ -294,7 +303,7 @@ __device__ __forceinline__ void multiply_tiles(Element* y, u32 base, const Weigh
         sums[i] += products[i];
 #endif
     }
-    join(y, base, w, sums, own_rows, tile * TILE, rows);
+    join(y, base, w, sums, own_rows, row, work.column(tile), rows);
   }
 }
 
@@ -305,7 +314,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   let_next_kernel_start();
   const u32 base = shared_address(memory);
   const Weight w = {values, x, scales, x_scales, bias, (int)outputs, (int)inputs};
-  const Work work(w);
+  const Work work(w, (int)rows);
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (threadIdx.x < STAGES) {
     barrier_init(base + FULL + threadIdx.x * 8, COPYING);

@@ -1,4 +1,4 @@
-"""Float8 weights times inputs that are rounded to float8, with 9 to 128 rows, on Hopper: which layers it takes, and its
+"""Float8 weights times inputs that are rounded to float8, with 9 to 256 rows, on Hopper: which layers it takes, and its
 launches. No torch, no triton here.
 
 `float8_tiles.cu` describes it. The input is rounded first, if it isn't yet.
@@ -16,11 +16,13 @@ from precast.kernels.quantised_linear import float8, launches
 from precast.kernels.records import Condition, Launch, Pointer, Record
 from precast.kernels.use import Use
 
-ROWS = (16, 32, 64, 128)
+ROWS = (16, 32, 64, 128, 256)
 """Rows of the input at most: a record each."""
-_FEW, _MOST_TILES = 64, 66
-"""Of more rows cuBLASLt is faster, but where scales are of rows and there are no more tiles than these, which clusters
-take."""
+_FEW, _MOST_COLUMNS = 64, 128
+"""With more rows than the first cuBLASLt is faster, but where clusters share tiles; and those of the input that a tile
+has at most."""
+_MOST_STEPS = 16
+"""With more rows than `_FEW`, and scales of blocks, so many stages of a block at most: of more cuBLASLt is faster."""
 _LEAST = 9
 """Of fewer rows it is the weight stream."""
 _TILE, _INPUTS = 128, 128
@@ -44,13 +46,14 @@ class Plan(NamedTuple):
     shared_bytes: int
 
 
-def plan_of(columns: int, outputs: int, inputs: int, *, in_blocks: bool) -> Plan:
+def plan_of(rows: int, outputs: int, inputs: int, *, in_blocks: bool) -> Plan:
     """The plan for so many of `ROWS`, of a layer with a multiple of 128 inputs."""
-    tiles, steps = -(-outputs // _TILE), inputs // _INPUTS
+    columns = min(rows, _MOST_COLUMNS)
+    tiles, steps = -(-outputs // _TILE) * (rows // columns), inputs // _INPUTS
     cluster = max(1, min(max(_IN_CLUSTERS // tiles, min(_NUM_SMS // tiles, 2)), _MOST_CLUSTER, steps))
     of_block = -(-tiles // _NUM_SMS)  # tiles: 1, but where clusters are of one block
     grid = cluster * -(-tiles // of_block)
-    beside = (cluster - 1) * -(-columns // 8 // cluster) * _MULTIPLYING * 16 + 4 * columns
+    beside = (cluster - 1) * -(-columns // 8 // cluster) * _MULTIPLYING * 16 + 4 * _MULTIPLYING
     stage = (_TILE + columns) * _INPUTS + 16 + 4 * columns * in_blocks
     stages = min((_SHARED_BYTES - beside) // stage, _MOST_STAGES, of_block * steps // cluster + 1)
     return Plan(stages, cluster, grid, beside + stages * stage)
@@ -74,9 +77,9 @@ def _launches(use: Use, most: int) -> tuple[Launch, ...]:
             Pointer("bias") if use.has("bias") else None, rows, sizes.outputs, sizes.inputs,
         ),
         constants={
-            "FLOAT16": use.result.dtype == "float16", "COLUMNS": most, "STAGES": plan.stages, "CLUSTER": plan.cluster,
-            "BLOCKS": kind == "steps", "ONE_SCALE": float8.has_one_scale(use), "ONE_X_SCALE": kind == "one",
-            "BIAS": use.has("bias"),
+            "FLOAT16": use.result.dtype == "float16", "COLUMNS": min(most, _MOST_COLUMNS), "STAGES": plan.stages,
+            "CLUSTER": plan.cluster, "BLOCKS": kind == "steps", "ONE_SCALE": float8.has_one_scale(use),
+            "ONE_X_SCALE": kind == "one", "BIAS": use.has("bias"),
         },
         block=_THREADS, shared_bytes=plan.shared_bytes, pdl=True,
     )  # fmt: skip
@@ -88,9 +91,16 @@ def _fits(use: Use, most: int) -> bool:
     return sizes is not None and sizes.inputs % _INPUTS == 0 and (rows is None or rows <= most)
 
 
-def _is_shared(use: Use) -> bool:
-    sizes = launches.sizes_of(use)
-    return sizes is not None and sizes.outputs <= _MOST_TILES * _TILE
+def _shared_outputs(most: int) -> int:
+    """Of layers whose tiles are so few that each is a cluster's."""
+    return _NUM_SMS // 2 // -(-most // _MOST_COLUMNS) * _TILE
+
+
+def _is_shared(use: Use, most: int) -> bool:
+    sizes, kind = launches.sizes_of(use), float8.scales_of(use)
+    if sizes is None or kind not in ("rows", "blocks") or sizes.outputs > _shared_outputs(most):
+        return False
+    return kind == "rows" or sizes.inputs // _INPUTS <= _MOST_STEPS * _plan(use, most).cluster
 
 
 def _has_rows_of_tokens(use: Use) -> bool:
@@ -113,14 +123,14 @@ def records() -> Iterator[Record]:
             workspace=launches.rounded_bytes, runs=partial(_launches, most=most),
             takes=(
                 Condition("a float8 weight and an input rounded to float8, with scales of all, of rows, or of 128 "
-                          "inputs and of blocks of 128 x 128", lambda use: float8.scales_of(use) is not None)
-                if is_few else
-                Condition("a float8 weight and an input rounded to float8, with scales of rows",
-                          lambda use: float8.scales_of(use) == "rows"),
+                          "inputs and of blocks of 128 x 128", lambda use: float8.scales_of(use) is not None),
                 Condition("params in row-major order, and a bias of the result's type", float8.lies_ready),
                 Condition("rows that are tokens, along one axis", _has_rows_of_tokens),
                 Condition(f"at most {most} rows of a multiple of {_INPUTS} inputs", partial(_fits, most=most)),
-                *(() if is_few else (Condition(f"at most {_MOST_TILES * _TILE} outputs", _is_shared),)),
+                *(() if is_few else (
+                    Condition(f"scales of rows and at most {_shared_outputs(most)} outputs, or blocks and fewer inputs",
+                              partial(_is_shared, most=most)),
+                )),
                 Condition("Triton, which rounds",
                           lambda use: launches.is_given(use) or "triton" in use.target.kinds),
                 Condition(f"rows of at most {launches.LONGEST_ROUNDED} inputs that have one scale", launches.is_short),
