@@ -438,9 +438,10 @@ def _beside_vllm() -> str:
 
 _BESIDE = """ Both load the same files of random
 weights, one after the other. It was measured before
-[attention of 9 and more sequences](kernels/attention.md#single-tokens) and the gate of FP8 by row were made faster; and
-with 64 and 256 sequences, contexts of Precast's were up to a hundred tokens longer: beside sequences that decode it
-takes prompts more slowly.
+[attention of 9 and more sequences](kernels/attention.md#single-tokens), the gate of FP8 by row and
+[products of float8 with 9 to 256 rows](kernels/linear.md#float8-on-both-sides) were made faster; and with 64 and 256
+sequences, contexts of Precast's were up to a hundred tokens longer: beside sequences that decode it takes prompts more
+slowly.
 
 """
 
