@@ -120,10 +120,13 @@ def _read_problems(
 def _scale_problems(
     graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, expected: set[str]
 ) -> Iterator[Problem]:
-    """Scales that are not one number, and those that are missing where others are there."""
+    """Scales that are not one number, and those that are missing where others are there, by whatever name."""
     wanted = [param.recipe for param in graph.params if isinstance(param.recipe, schema.Scale)]
     found = [scale_tensor(recipe, files.tensors, rules) for recipe in wanted]
     if not any(found):
+        if wanted and (others := _scales_by_other_names(rules, files)):
+            message = f"expected floating point [], as there are scales by other names, such as {others[0]}"
+            yield Problem("missing", wanted[0].tensors[0], message)
         return
     for recipe, name in zip(wanted, found, strict=True):
         if name is None:
@@ -135,6 +138,12 @@ def _scale_problems(
             yield Problem("shape", name, f"expected one number, found {shape_text(stored.shape)}")
         if stored.dtype not in ANY_FLOAT:
             yield Problem("dtype", name, f"expected {' or '.join(ANY_FLOAT)}, found {stored.dtype}")
+
+
+def _scales_by_other_names(rules: Checkpoint, files: CheckpointFiles) -> list[str]:
+    """The tensors that are called as scales of cached keys and values are, but those of parts that aren't built."""
+    named = [name for name in files.tensors if name.rpartition(".")[2] in ("k_scale", "v_scale")]
+    return [name for name in named if not any(matches(pattern, name) for pattern in rules.unused)]
 
 
 def _disordered(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:

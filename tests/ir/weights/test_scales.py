@@ -46,6 +46,16 @@ def test_a_checkpoint_has_all_scales_or_none() -> None:
     ]
 
 
+def test_scales_by_names_that_are_not_known_are_not_passed_over() -> None:
+    other = files("a.kv_cache.k_scale", "a.kv_cache.v_scale")
+
+    assert fit.problems(GRAPH, RULES, other) == [
+        Problem("missing", "a.k_scale", "expected floating point [], as there are scales by other names, such as"
+                                        " a.kv_cache.k_scale")
+    ]  # fmt: skip
+    assert fit.problems(GRAPH, Checkpoint(ignored=("*_scale",), unused=("a.kv_cache.*",)), other) == []
+
+
 def test_a_scale_that_is_read_is_not_unexpected() -> None:
     other = files("a.k_scale", "a.v_scale", "a.v_proj.v_scale")
 
