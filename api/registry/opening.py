@@ -27,6 +27,5 @@ def open_bundle(text: str) -> Bundle:
         except BundleError as error:
             if error.code not in _DAMAGED:
                 raise
-        store.drop_damaged(digest)
         pull(wanted.at(digest), store=store)
         return store.open(digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -56,8 +57,9 @@ def pull(
 ) -> Pulled:
     """Pull a bundle and what is attached to it into the store, and with `out` write it there as a directory.
 
-    What the store has is not fetched again: of a bundle that it has whole, a tag is asked for once and a digest not at
-    all. `refresh` asks what is attached by now all the same. `repository` takes the place of connections made here.
+    What the store has is not fetched again, but what of it is damaged: all of a bundle's blobs are read. Of one that
+    the store has whole, a tag is asked for once and a digest not at all. `refresh` asks what is attached by now all the
+    same. `repository` takes the place of connections made here.
 
     Raises RegistryError, BundleError for what is no bundle or is damaged, and PrecastError and BuildError where the
     store or `out` can't be written.
@@ -102,13 +104,11 @@ def _into_store(
     digest = wanted.digest or source.resolve(wanted.tag or "latest")
     named = wanted.at(digest)
     if not refresh and store.index(digest) is not None:
-        try:
+        with contextlib.suppress(BundleError):  # what is damaged is fetched below
             found = store.survey(digest)
             if all(store.has(part.digest, part.size) for part in found.parts):
                 store.touch(digest)
                 return _pulled(named, 0, sum(part.size for part in found.parts), found.attached)
-        except BundleError:
-            store.drop_damaged(digest)
     with store.writing():
         return _fetch(source, named, digest, store, progress)
 

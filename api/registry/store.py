@@ -96,9 +96,9 @@ class Store:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def has(self, digest: str, size: int) -> bool:
-        """Whether the blob is there, of this size. Its content is looked at when it is read."""
+        """Whether the blob is there, of this size and with the content that its digest says: it is read."""
         try:
-            return self.blob(digest).stat().st_size == size
+            return self.blob(digest).stat().st_size == size and _digest_of(self.blob(digest))[1] == digest
         except OSError:
             return False
 
@@ -195,6 +195,7 @@ class Store:
     ) -> bool:
         """Have `fetch` write the blob, unless it is there; False then. It has checked size and digest when it returns.
 
+        One that is damaged is replaced in one step.
         `fetch` gets a file that may hold the beginning. Where another process or thread is at the same blob, this waits
         for it. Call it under `writing`.
 
@@ -235,14 +236,6 @@ class Store:
         beside = self._incoming / f"{target.name}.{os.getpid()}.{threading.get_ident()}"
         beside.write_bytes(encode_json(named))
         os.replace(beside, target)
-
-    def drop_damaged(self, digest: str) -> None:
-        """Remove those blobs of a bundle that are not what their digests say, so that they are pulled again."""
-        with self.writing():
-            for each in self._named_by(self._list(digest)) | {digest}:
-                with contextlib.suppress(OSError):
-                    if _digest_of(self.blob(each))[1] != each:
-                        self.blob(each).unlink()
 
     def collect(self, unused_days: float | None = None) -> Removed:
         """Remove blobs that no bundle has, and unfinished ones; before that, bundles that were not used for so long.

@@ -187,6 +187,36 @@ def test_verify_finds_damage(reference: str, tiny: Bundle, store: Store) -> None
     assert caught.value.code == "blob-digest"
 
 
+@pytest.mark.parametrize("refresh", [False, True])
+def test_pull_fetches_again_what_is_damaged(refresh: bool, reference: str, tiny: Bundle, store: Store) -> None:
+    """Each blob in turn: the manifests, what they name, and what is attached."""
+    pull(reference, store=store)
+    for blob in (store.path / "blobs" / "sha256").iterdir():
+        blob.write_bytes(b"x" * blob.stat().st_size)
+        out = store.path.with_name(f"{blob.name}.bundle")
+
+        pulled = pull(reference, out, store=store, refresh=refresh)
+
+        assert store.verify().problems == (), blob
+        assert Bundle.open_whole(out).attached == tiny.attached
+        assert pulled.fetched_bytes in (0, blob.stat().st_size)  # manifests aren't counted
+
+
+def test_pull_of_a_bundle_that_shares_a_damaged_blob(
+    reference: str, registry: FakeRegistry, tiny: Bundle, store: Store, tmp_path: Path
+) -> None:
+    other = write_tiny(tmp_path / "other.bundle", num_layers=1)
+    push(other.path, f"{registry.host}/org/tiny:other")
+    pull(reference, store=store)
+    shared = next(layer for layer in other.layers if store.has(layer.digest, layer.size))
+    store.blob(shared.digest).write_bytes(b"x" * shared.size)
+
+    pull(f"{registry.host}/org/tiny:other", store=store)
+
+    assert store.has(shared.digest, shared.size)
+    assert store.verify().problems == ()
+
+
 def test_what_is_no_file_in_the_place_of_a_blob_is_a_problem(reference: str, tiny: Bundle, store: Store) -> None:
     pull(reference, store=store)
     os.mkfifo(store.blob("sha256:" + "a" * 64))  # which nobody writes to
