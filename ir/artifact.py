@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,12 @@ def check_output(path: str | os.PathLike[str]) -> None:
     check_place(Path(path), is_bundle)
 
 
-def attach(path: str | os.PathLike[str], *attached: Attached) -> Bundle:
+def attach(path: str | os.PathLike[str], *attached: Attached, replacing: Collection[str] = ()) -> Bundle:
     """Attach manifests to the bundle at `path`, which is replaced in one step; its digest stays what it was.
 
     `Bundle.descriptor` and `precast.ir.bundle.attached.compose` make a manifest. One that is attached already stays as
-    it is; a provenance record takes the place of the one that is there. Returns the bundle, opened.
+    it is; a provenance record takes the place of the one that is there, and they all that of those with the digests
+    `replacing`. Returns the bundle, opened.
 
     Raises BundleError for a bundle that is refused, or that would be with these (`index-invalid`: another bundle's;
     `limit-exceeded`), and BuildError as `write_bundle` does, also where another process attaches at the same time
@@ -175,7 +176,11 @@ def attach(path: str | os.PathLike[str], *attached: Attached) -> Bundle:
     """
     contents = read_layout(Path(path))
     has_record = any(extra.artifact_type == oci.PROVENANCE for extra in attached)
-    kept = [x for x in contents.attached if not (has_record and x.artifact_type == oci.PROVENANCE)]
+    kept = [
+        extra
+        for extra in contents.attached
+        if extra.digest not in replacing and not (has_record and extra.artifact_type == oci.PROVENANCE)
+    ]
     return _replace_attached(Path(path), contents, {extra.digest: extra for extra in (*kept, *attached)})
 
 
@@ -195,6 +200,7 @@ def _replace_attached(path: Path, contents: Contents, attached: Mapping[str, Att
 
     if tuple(attached.values()) == contents.attached:
         return Bundle.open(path)
+    attachments.check_together([attachments.decode(extra.manifest) for extra in attached.values()])
     image = attachments.decode(contents.image)
     digests = [contents.descriptor.digest, *(part.digest for part in image.parts)]
     content: dict[str, bytes | Path] = {oci.blob_path(digest): path / oci.blob_path(digest) for digest in digests}

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from precast.cli.show import Report, table
-from precast.ir.artifact import Bundle, attach, detach
+from precast.ir.artifact import Bundle, attach
 from precast.kernels.measured import Table, read_table
 from precast.kernels.sealed import sealed, sealed_tables
 
@@ -23,8 +23,7 @@ def seal(path: Path, choices: Path | None) -> Report:
     held = sealed_tables(bundle.attached)
     old = [digest for digest, each in held.items() if each.machine == found.machine]
     made = sealed(bundle.descriptor, found)
-    attach(path, made)
-    detach(path, *(digest for digest in old if digest != made.digest))
+    attach(path, made, replacing=old)
     return report(bundle.digest, {**{d: each for d, each in held.items() if d not in old}, made.digest: found})
 
 

@@ -33,7 +33,7 @@ def signed(path: Path | str, key: Path, certificate: Path | None, name: str, pla
     pem = None if certificate is None else signing.read_certificate(certificate)
     bundle = Bundle.open(path)
     made = signing.sign(bundle, private, certificate=pem, name=name)
-    _attach(path, bundle, [made], plain_http)
+    _attach(path, bundle, [made], private.public, plain_http)
     fields = {"digest": bundle.digest, "attached": made.digest, "key": private.public.fingerprint}
     return Report(fields, f"{bundle.digest}\nsigned by key {private.public.fingerprint}: {made.digest}")
 
@@ -55,7 +55,7 @@ def attested(
         else:
             predicate = predicates.bill_of_materials(bundle)
         made[type] = signing.attest(bundle, private, PREDICATES[type], predicate, certificate=pem, name=name)
-    _attach(path, bundle, list(made.values()), plain_http)
+    _attach(path, bundle, list(made.values()), private.public, plain_http)
     lines = [f"{type} signed by key {private.public.fingerprint}: {each.digest}" for type, each in made.items()]
     attached = {type: each.digest for type, each in made.items()}
     fields = {"digest": bundle.digest, "attached": attached, "key": private.public.fingerprint}
@@ -130,10 +130,12 @@ def refresh(path: Path | str, plain_http: bool) -> None:
         pull(path, refresh=True, plain_http=plain_http)
 
 
-def _attach(path: Path | str, bundle: Bundle, made: list[Attached], plain_http: bool) -> None:
-    """Attach to the bundle's directory, or in its registry."""
+def _attach(path: Path | str, bundle: Bundle, made: list[Attached], key: keys.PublicKey, plain_http: bool) -> None:
+    """Attach to the bundle's directory, in place of what the key said before; or in its registry, beside that."""
     if isinstance(path, Path):
-        attach(path, *made)
+        from precast.sign.signing import repeated
+
+        attach(path, *made, replacing=[digest for each in made for digest in repeated(bundle.attached, each, key)])
         return
     from precast.registry import attaching
     from precast.registry.client import Repository

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from precast.ir.artifact import Bundle
 from precast.ir.bundle import attached
 from precast.ir.bundle.attached import Attached
 from precast.ir.errors import TrustError
-from precast.ir.trust import keys, statements
+from precast.ir.trust import keys, signatures, statements
+from precast.ir.trust.keys import PublicKey
+from precast.ir.trust.statements import Signed
 from precast.sign.private_keys import PrivateKey
 
 
@@ -47,6 +50,34 @@ def attest(
     assert predicate_type != statements.SIGNATURE, "a signature is made by `sign`"
     payload = statements.statement(bundle.digest, predicate_type, predicate, name)
     return _made(bundle, payload, predicate_type, key, certificate, now)
+
+
+def repeated(attached: Iterable[Attached], made: Attached, key: PublicKey) -> list[str]:
+    """The digests of those of `attached` that `made`, which `key` signed, says anew.
+
+    They are of the same predicate type about the same subject, signed by the same key with the same certificate or
+    none, and in the form in which they are written here: one with a log's entry or a time stamp says more, and stays.
+    """
+    (new,) = signatures.attached_to([made])
+    assert new.signed is not None
+    return [
+        extra.digest
+        for extra in attached
+        if len(extra.layers) == 1 and _is_repeated(extra.layers[0].data, new.signed, key)
+    ]
+
+
+def _is_repeated(data: bytes, new: Signed, key: PublicKey) -> bool:
+    old = signatures.read("", data).signed
+    if old is None or old.certificates != new.certificates:
+        return False
+    claims = [(each.statement.predicate_type, each.statement.subject) for each in (old, new)]
+    certificate = old.certificates[0] if old.certificates else None
+    return (
+        claims[0] == claims[1]
+        and data == statements.wrap(old.payload, old.signature, hint=key.hint, certificate=certificate)
+        and key.verifies(old.signature, statements.encoding(old.payload))
+    )
 
 
 def read_certificate(path: Path) -> bytes:

@@ -18,6 +18,11 @@ from precast.ir.bundle.codec import decode_foreign_json, encode_json
 from precast.ir.bundle.oci import Descriptor
 from precast.ir.errors import BundleError, shown
 
+_FIX = (
+    "remove some by precast.ir.artifact.detach(BUNDLE, DIGEST, ...); their digests are those that "
+    "`precast inspect BUNDLE --json` has as `attached`"
+)
+
 
 class AttachedLayer(msgspec.Struct, frozen=True):
     """A layer of an attached manifest, with its content."""
@@ -124,11 +129,11 @@ def check_together(documents: Sequence[Document]) -> None:
     """Raise BundleError (`limit-exceeded`) where attached manifests are too many, or name too many bytes."""
     if len(documents) > limits.MAX_ATTACHED:
         message = f"{len(documents)} attached manifests; at most {limits.MAX_ATTACHED} are allowed"
-        raise BundleError("limit-exceeded", message)
+        raise BundleError("limit-exceeded", message, fix=_FIX)
     total = sum(part.size for document in documents for part in document.parts)
     if total > limits.MAX_ATTACHED_BYTES:
         message = f"{total} bytes in blobs of attached manifests; at most {limits.MAX_ATTACHED_BYTES} are allowed"
-        raise BundleError("limit-exceeded", message)
+        raise BundleError("limit-exceeded", message, fix=_FIX)
 
 
 def with_blobs(manifest: bytes, document: Document, blobs: Mapping[str, bytes]) -> Attached:

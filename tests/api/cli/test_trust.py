@@ -52,6 +52,18 @@ def test_sign_and_verify(own: Path, command: Command) -> None:
     ]
 
 
+def test_signing_again_replaces_what_the_key_said(own: Path, command: Command) -> None:
+    before = {each.digest for each in Bundle.open(own).attached}
+    keys = [own.parent / f"{name}.pem" for name in ("other", "key", "key")]
+    signed = [json.loads(command("sign", own, "--key", key, "--json").stdout)["attached"] for key in keys]
+    attested = [json.loads(command("attest", own, "--key", keys[1], "--json").stdout)["attached"] for _ in range(2)]
+
+    after = {each.digest for each in Bundle.open(own).attached}
+    assert after - before == {signed[0], signed[-1], *attested[-1].values()}
+    for name in ("key", "other"):
+        assert command("verify", own, "--key", own.parent / f"{name}.pub").exit_code == 0
+
+
 def test_an_unsigned_bundle_is_refused_where_a_signature_is_asked_for(own: Path, command: Command) -> None:
     result = command("verify", own, "--key", own.parent / "key.pub")
 

@@ -13,12 +13,13 @@ import signers
 from signers import NOW
 
 from precast.ir.artifact import Bundle, attach
+from precast.ir.bundle.attached import compose
 from precast.ir.errors import TrustError
 from precast.ir.native import NativeLayer
 from precast.ir.trust import keys, signatures, statements
 from precast.sign import predicates
 from precast.sign.private_keys import PrivateKey, private_key
-from precast.sign.signing import attest, read_certificate, sign
+from precast.sign.signing import attest, read_certificate, repeated, sign
 
 COSIGN = Path(__file__).parent / "cosign"
 COSIGNED = "sha256:dda6f56c2a79d846ea0891f2699ab8653915b7a8cf43b2f596a6754b049b4349"
@@ -68,6 +69,32 @@ def test_several_signers(own: Bundle) -> None:
     assert len(good(own, KEY)) == len(good(own, other)) == 1
     assert good(own, other)[0].statement.subject[0].name == "ghcr.io/acme/llama"
     assert good(own, signers.p256()) == []
+
+
+def test_what_says_the_same_by_the_same_key_is_repeated(own: Bundle) -> None:
+    other, leaf = signers.ed(), signers.certificates_pem(signers.certificate("x@y", KEY))
+    old = sign(own, private(), now=NOW)
+    others = [
+        sign(own, private(other)),
+        sign(own, private(), name="ghcr.io/acme/llama"),
+        sign(own, private(), certificate=leaf),
+        attest(own, private(), statements.CYCLONEDX, {}),
+    ]
+
+    assert repeated([*others, old], sign(own, private()), private().public) == [old.digest]
+    changed = attest(own, private(), statements.CYCLONEDX, {"version": 2})
+    assert repeated([*others, old], changed, private().public) == [others[-1].digest]
+
+
+def test_a_signature_with_a_log_entry_is_not_repeated(own: Bundle) -> None:
+    """Without the entry, cosign would not take it any longer."""
+    made = sign(own, private())
+    document = json.loads(made.layers[0].data)
+    document["verificationMaterial"]["tlogEntries"] = [{"logIndex": "1"}]
+    logged = compose(own.descriptor, statements.BUNDLE_TYPE, [(statements.BUNDLE_TYPE, json.dumps(document).encode())])
+
+    assert signatures.verified(signatures.attached_to([logged]), own.digest, [private().public])[0]
+    assert repeated([logged], made, private().public) == []
 
 
 def test_a_signature_by_certificate(own: Bundle, tmp_path: Path) -> None:
