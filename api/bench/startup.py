@@ -175,7 +175,7 @@ def start(participant: Participant, timeout: float) -> Start:
         seconds = time.perf_counter() - began
         if participant.until is None:
             line = _whole(line, process, began + timeout)
-        return Start(seconds, participant.phases(line))
+        return Start(seconds, _phases(participant, line))
     finally:
         _end(process)
 
@@ -253,6 +253,23 @@ def _drop(files: Sequence[Path], libraries: Sequence[Path], notes: list[str]) ->
         notes.append("cold: this system doesn't tell whether files are in the page cache, so cold runs may be warm")
     elif share > STAYED:
         notes.append("cold: the kernel kept files of the checkpoint in the page cache, so cold runs are partly warm")
+
+
+def _phases(participant: Participant, line: str) -> dict[str, float]:
+    """What the output says of phases. Raises PrecastError (`command-failed`) where it says none, but an error."""
+    try:
+        return participant.phases(line)
+    except (KeyError, TypeError, ValueError):
+        raise _failed(participant, _message_of(line)) from None
+
+
+def _message_of(line: str) -> str:
+    """What an error that was written with `--json` says; of any other line the line."""
+    try:
+        found: dict[str, dict[str, str]] = json.loads(line)
+        return found["error"]["message"]
+    except (KeyError, TypeError, ValueError):
+        return f"it said {shown(line.strip(), 200)}"
 
 
 def _phases_of_run(line: str) -> dict[str, float]:

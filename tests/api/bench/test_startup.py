@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -158,6 +159,26 @@ def test_what_can_not_be_measured(
     result = command("bench", "startup", bundle, "--weights", MODEL, "--device", "cpu", *options, "--json")
 
     assert (result.exit_code, json.loads(result.stdout)["error"]["code"]) == (exit_code, code)
+
+
+def test_a_checkpoint_that_is_refused(bundle: Path, tmp_path: Path, command: Command) -> None:
+    """The message is what `run` says of it."""
+    shutil.copytree(MODEL, tmp_path / "ckpt")
+    config = json.loads((tmp_path / "ckpt" / "config.json").read_text())
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    options = ("--device", "cpu", "--runs", 1, "--cache", "warm", "--json")
+
+    result = command("bench", "startup", bundle, "--weights", tmp_path / "ckpt", *options)
+
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, error["code"]) == (1, "command-failed")
+    assert error["message"].startswith("precast was to be started: ")
+    assert "rms_norm_eps" in error["message"]
+
+
+def test_an_output_that_says_no_phases_is_an_error() -> None:
+    with pytest.raises(PrecastError, match="other was to be started: it said ready"):
+        start(participant("print('ready')")._replace(phases=json.loads), LONG)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
