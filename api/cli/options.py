@@ -38,6 +38,9 @@ TIMEOUT = click.option(
     "--weights-timeout", type=float, default=30.0, show_default=True,
     help="Seconds to wait for a server of weights, for an answer and for each next part of it.",
 )  # fmt: skip
+ALLOW_CONFIG_MISMATCH = click.option(
+    "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
+)
 BUNDLE = click.argument("bundle", type=BundlePath(path_type=Path, readable=False))
 FOLDER = BundleFolder(path_type=Path, readable=False)
 CHOICES = click.option(

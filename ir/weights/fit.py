@@ -45,6 +45,7 @@ _TITLES: dict[Kind, str] = {
     "order": "of groups in another order than the config's desc_act says (if it is false, build with true)",
     "unexpected": "unexpected",
 }
+_LISTS_ALL = " (precast verify BUNDLE --weights DIR [--allow-config-mismatch] lists all)"
 _COMPARED_BYTES = 1 << 24
 
 
@@ -201,7 +202,7 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
             count = f"{len(listed)}{' or more' if len(listed) >= limits.MAX_PROBLEMS else ''}"
             lines.append(f"  {count} {'tensor' if len(listed) == 1 else 'tensors'} {title}:")
             first = some(listed, len(listed) if most is None else most)
-            hint = " (precast verify BUNDLE --weights DIR lists all)" if len(first) > (most or len(listed)) else ""
+            hint = _LISTS_ALL if len(first) > (most or len(listed)) else ""
             lines += [f"    {line}" for line in first]
             lines[-1] += hint
     fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"

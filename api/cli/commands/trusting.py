@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from precast.cli.options import (
+    ALLOW_CONFIG_MISMATCH,
     AS_JSON,
     BUNDLE,
     CERTIFICATE,
@@ -47,6 +48,7 @@ SIGNERS = together(
 @BUNDLE
 @click.option("--weights", help=CHECKPOINT)
 @TIMEOUT
+@ALLOW_CONFIG_MISMATCH
 @click.option("--shards", type=int, metavar="N", help="Run N ranks on this CPU, and compare them with one.")
 @click.option("--ep", type=int, metavar="M", help="Of --shards: the parts into which experts are split.  [default: 1]")
 @click.option(
@@ -63,15 +65,18 @@ SIGNERS = together(
 @PLAIN_HTTP
 @AS_JSON
 def verify(
-    bundle: Path | str, weights: str | None, weights_timeout: float, shards: int | None, ep: int | None,
-    pp: int | None, dp: int | None, keys: tuple[Path, ...], cas: tuple[Path, ...], identities: tuple[str, ...],
-    attestations: tuple[str, ...], trust: Path | None, repository: str | None, plain_http: bool, as_json: bool,
+    bundle: Path | str, weights: str | None, weights_timeout: float, allow_config_mismatch: bool, shards: int | None,
+    ep: int | None, pp: int | None, dp: int | None, keys: tuple[Path, ...], cas: tuple[Path, ...],
+    identities: tuple[str, ...], attestations: tuple[str, ...], trust: Path | None, repository: str | None,
+    plain_http: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Check BUNDLE byte by byte, its graph rule by rule, who signed it, and --weights, config and recipes.
 
     With --shards or --pp, all ranks compute the logits of a few tokens with random weights, in float32, and are
     compared with one rank: all layers of a small model, one of each kind of a large one.
     """
+    if allow_config_mismatch and weights is None:
+        raise click.UsageError("--allow-config-mismatch goes with --weights")
     if ep is not None and shards is None:
         raise click.UsageError("--ep goes with --shards")
     if dp is not None and shards is None:
@@ -90,7 +95,7 @@ def verify(
     decided = trusting.decided(opened, trust, repository or repository_of(bundle))
     reports = [whole, *([trusting.vouched(opened, who, attestations)] if who else []), decided]
     if weights is not None:
-        reports.append(_weights(opened, weights, weights_timeout))
+        reports.append(_weights(opened, weights, weights_timeout, allow_config_mismatch))
     if shards is not None or pp is not None:
         from precast.cli.shards_proof import proof_of
 
@@ -102,7 +107,7 @@ def verify(
         click.get_current_context().exit(3)
 
 
-def _weights(bundle: Bundle, weights: str, timeout: float) -> Report:
+def _weights(bundle: Bundle, weights: str, timeout: float, allow_config_mismatch: bool) -> Report:
     """Whether all params can be made from a checkpoint. Raises WeightsError with all that stands against it."""
     from precast.cli.show import Report
     from precast.ir.weights import config_facts, fit
@@ -112,7 +117,8 @@ def _weights(bundle: Bundle, weights: str, timeout: float) -> Report:
 
     folder = folder_of(weights, Waits(timeout))
     files = CheckpointFiles.open(folder)
-    config_facts.check(bundle.manifest.config, folder)
+    if not allow_config_mismatch:
+        config_facts.check(bundle.manifest.config, folder)
     fit.check(bundle.graph, bundle.manifest.checkpoint, files, most=None)
     num_params = len(bundle.graph.params)
     fields = {"params": num_params, "tensors": len(files.tensors)}

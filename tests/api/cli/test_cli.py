@@ -260,6 +260,25 @@ def test_verify_lists_all_that_the_config_says_otherwise(bundle: Path, tmp_path:
         assert text in result.stderr
 
 
+def test_verify_goes_on_to_the_tensors_where_the_config_may_differ(
+    bundle: Path, tmp_path: Path, command: Command
+) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    shutil.copy(MODEL / "model.safetensors", tmp_path)
+    arguments = ("verify", bundle, "--weights", tmp_path, "--allow-config-mismatch")
+
+    fits = command(*arguments)
+    save_file({"surprise": load_file(MODEL / "model.safetensors")["model.norm.weight"]}, tmp_path / "model.safetensors")
+    misfits = command(*arguments)
+
+    assert (fits.exit_code, misfits.exit_code) == (0, 1)
+    assert "all 26 params" in fits.stdout
+    assert "model.layers.2.mlp.up_proj.weight" in misfits.stderr
+    assert "weights-mismatch" in misfits.stderr
+    assert command("verify", bundle, "--allow-config-mismatch").exit_code == 2
+
+
 def test_verify_names_everything_that_is_wrong_with_a_checkpoint(
     bundle: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -347,6 +366,17 @@ def test_run_prints_several_answers_beside_their_prompts(bundle: Path, command: 
     )
 
     assert result.stdout == "'Now we are engaged in a great civil' -> ''\n[1] -> 'Four score and '\n"
+
+
+def test_run_answers_prompts_in_the_order_of_the_command_line(bundle: Path, command: Command) -> None:
+    prompts = ("--token-ids", "1", "--prompt", OPENING, "--token-ids=2", "--prompt", "Now", "--token-ids", "1,15")
+
+    result = command("run", bundle, "--weights", MODEL, "--device", "cpu", *prompts, "--max-tokens", "1")
+    wrong = command("run", bundle, "--weights", MODEL, "--device", "cpu", *prompts, "--token-ids", "512")
+
+    asked = [line.split(" -> ")[0] for line in result.stdout.splitlines()]
+    assert asked == ["[1]", repr(OPENING), "[2]", "'Now'", "[1, 15]"]
+    assert "prompt 5" in wrong.stderr
 
 
 def test_run_puts_special_tokens_around_a_prompt_once_or_not_at_all(bundle: Path, command: Command) -> None:

@@ -163,7 +163,7 @@ def test_long_lists_are_cut_and_counted() -> None:
 
     lines = caught.value.message.splitlines()
     assert lines[1] == "  13 tensors unexpected:"
-    assert lines[-1] == "    and 5 more (precast verify BUNDLE --weights DIR lists all)"
+    assert lines[-1] == "    and 5 more (precast verify BUNDLE --weights DIR [--allow-config-mismatch] lists all)"
     assert len(lines) == 8 + 3
 
 
