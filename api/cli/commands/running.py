@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from precast.cli.options import AS_JSON, BUNDLE, CHECKPOINT, CHOICES, TIMEOUT, TRUST, together
+from precast.cli.options import ALLOW_CONFIG_MISMATCH, AS_JSON, BUNDLE, CHECKPOINT, CHOICES, TIMEOUT, TRUST, together
 from precast.cli.verbs import Verb
 
 if TYPE_CHECKING:
@@ -103,8 +104,22 @@ KERNELS = together(
     ),
 )  # fmt: skip
 
+_PROMPTS = ("prompts", "token_ids")
+_ORDER = "precast.prompts"
+"""The entry of a context's `meta` with the names of these options, as often as they were given and in that order."""
 
-@click.command(cls=Verb)
+
+class _Run(Verb):
+    """A verb that keeps the order of its prompts: click keeps that of each option's values alone."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does it; what is wrong with the arguments is said here already."""
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        ctx.meta[_ORDER] = [option.name for option in given if option.name in _PROMPTS]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Run)
 @BUNDLE
 @click.option("--weights", required=True, help=CHECKPOINT)
 @TIMEOUT
@@ -113,9 +128,7 @@ KERNELS = together(
 @RANKS
 @SAMPLING
 @LIMITS
-@click.option(
-    "--allow-config-mismatch", is_flag=True, help="Go on if the checkpoint's config says other numbers than the bundle."
-)
+@ALLOW_CONFIG_MISMATCH
 @KERNELS
 @TRUST
 @click.option(
@@ -128,7 +141,8 @@ def run(
     timeline_to: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Load BUNDLE with --weights and generate. One prompt's answer is printed as it comes."""
-    all_prompts: list[str | list[int]] = [*prompts, *(_token_ids(text) for text in token_ids)]
+    of_each: dict[str, Iterator[str | list[int]]] = {"prompts": iter(prompts), "token_ids": map(_token_ids, token_ids)}
+    all_prompts = [next(of_each[name]) for name in click.get_current_context().meta[_ORDER]]
     if not all_prompts:
         raise click.UsageError("give --prompt TEXT or --token-ids IDS at least once")
     from precast.cli.stopping import ends_at_once
