@@ -62,13 +62,17 @@ def together(reports: Sequence[Report]) -> Report:
     return Report(fields, "\n\n".join(report.text for report in reports))
 
 
-def summary(bundle: Bundle) -> Report:
-    """The model, the graph's size, the caches, the bundle's bytes and what built it."""
+def summary(bundle: Bundle, address: str | None = None) -> Report:
+    """The model, the graph's size, the caches, the bundle's bytes and what built it.
+
+    `address` is where the bundle was found, if that is no path.
+    """
     manifest, graph = bundle.manifest, unsharded(bundle.graph)
     model = manifest.model
     calls = sum(isinstance(step, Call) for step in graph.main)
     nodes = sum(isinstance(step, Node) for step in graph.main) + sum(len(block.nodes) for block in graph.blocks)
     tokenizer = [blob for blob in manifest.blobs if blob.role == "tokenizer"]
+    groups = caches.groups(graph.caches)
     total = _bytes_of(bundle)
     others = [extra for extra in bundle.attached if extra.artifact_type != oci.PROVENANCE]
     without_tokenizer = total - sum(blob.size for blob in tokenizer)
@@ -83,8 +87,10 @@ def summary(bundle: Bundle) -> Report:
         "model": msgspec.to_builtins(model),
         "graph": {"blocks": len(graph.blocks), "calls": calls, "nodes": nodes, "params": len(graph.params)},
         "ops": manifest.ops,
-        "cache_groups": {group.name: len(group.slots) for group in caches.groups(graph.caches)},
+        "cache_groups": {group.name: len(group.slots) for group in groups},
+        "cache_dtypes": {group.name: group.spec.dtype for group in groups},
         "bytes": {"total": total, "without_tokenizer": without_tokenizer},
+        "native_layers": sorted(bundle.native),
         "files": [blob.name for blob in manifest.blobs],
         "built_with": manifest.built_with,
         "checked": manifest.checked,
@@ -102,19 +108,16 @@ def summary(bundle: Bundle) -> Report:
     program = f"{_counted(len(graph.blocks), 'block')} in {_counted(calls, 'call')}, {nodes} nodes"
     layers = f"{_counted(model.num_layers, 'layer')}, {model.num_parameters:,} parameters"
     rows = [
-        ("bundle", str(bundle.path)),
+        ("bundle", address or str(bundle.path)),
         ("digest", bundle.digest),
         ("model", f"{model.architecture}, {layers}, {model.dtype}"),
         ("limits", f"{model.max_seq_len:,} tokens a sequence, vocabulary {model.vocab_size:,}"),
         ("graph", f"{program}, {len(manifest.ops)} ops"),
-        (
-            "caches",
-            ", ".join(f"{group.name}: {_counted(len(group.slots), 'layer')}" for group in caches.groups(graph.caches))
-            or "none",
-        ),
+        ("caches", ", ".join(_cache_text(group, model.dtype) for group in groups) or "none"),
         ("weights", "; ".join(f"{size:,} bytes of {dtype}" for dtype, size in held.items()) or "none"),
         *([("few bits", "; ".join(f"{way}: {count}" for way, count in stored.items()))] if stored else []),
         *([("inputs", rounded_text(rounded, rounded_experts))] if rounded or rounded_experts else []),
+        *([("native", f"layers for {', '.join(sorted(bundle.native))}")] if bundle.native else []),
         ("tokenizer", ", ".join(blob.name for blob in tokenizer) or "none"),
         ("size", f"{total:,} bytes, {without_tokenizer:,} without tokenizer files"),
         ("activations", "; ".join(f"{peak / 2**20:,.0f} MiB for {_step_text(*step)}" for step, peak in peaks.items())),
@@ -122,9 +125,15 @@ def summary(bundle: Bundle) -> Report:
         ("checked", "yes: equal to transformers, made tiny" if manifest.checked else "no"),
         ("built with", _pairs(manifest.built_with)),
         *_provenance(bundle.provenance),
-        *(("attached", shown(extra.artifact_type)) for extra in others[: limits.MAX_LISTED]),
+        *(("attached", text) for text in some([extra.artifact_type for extra in others])),
     ]
     return Report(fields, table(rows))
+
+
+def _cache_text(group: CacheGroup, dtype: str) -> str:
+    """A group with its layers, and with its dtype where that is another than the model's."""
+    of_its_own = f" in {group.spec.dtype}" if group.spec.dtype != dtype else ""
+    return f"{group.name}: {_counted(len(group.slots), 'layer')}{of_its_own}"
 
 
 def _bytes_of(bundle: Bundle) -> int:

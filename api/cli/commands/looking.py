@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--target", help="Of --kernels and --capture: cpu, or a GPU's compute capability.  [default: sm_90]")
 @CHOICES
 @AS_JSON
-def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: bool, **parts: bool) -> None:
+def inspect(bundle: Path | str, target: str | None, choices: Path | None, as_json: bool, **parts: bool) -> None:
     """Show what is in BUNDLE: a summary, or the parts of it that are asked for."""
     from precast.cli import capture_view, kernels_view, shards_view, show, targets
     from precast.ir.artifact import Bundle
@@ -48,8 +48,9 @@ def inspect(bundle: Path, target: str | None, choices: Path | None, as_json: boo
         "graph": show.graph, "passes": show.passes, "weights": show.weights, "cache": show.cache, "kernels": kernels,
         "capture": capture, "shards": shards_view.shards,
     }  # fmt: skip
+    address = bundle if isinstance(bundle, str) else None
     reports = [view(opened) for name, view in views.items() if parts[name]]
-    print_report(show.together(reports or [show.summary(opened)]), as_json)
+    print_report(show.together(reports or [show.summary(opened, address)]), as_json)
 
 
 @click.command(cls=Verb)

@@ -19,9 +19,11 @@ from precast.cli.compare import difference
 from precast.cli.kernels_view import kernels
 from precast.cli.shards_view import shards
 from precast.ir.artifact import Bundle
+from precast.ir.bundle.attached import compose
 from precast.ir.encoding import FORMAT
 from precast.ir.graph.schema import CachePlan, Call, CapturePlan, Graph, Node, Ref, TensorType, Value
 from precast.ir.memory.capture import NODE_SECONDS, WORK_PER_SECOND, capture_plan
+from precast.ir.native import NativeLayer
 from precast.kernels.stateful.limits import MAX_WALKED
 from precast.kernels.use import Target
 
@@ -54,7 +56,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     assert set(fields) == {
         "digest", "format", "model", "graph", "ops", "cache_groups", "bytes", "files", "built_with", "checked",
         "precast_share", "weights_bytes", "few_bits", "activations", "expert_activations", "activation_bytes",
-        "provenance", "attached",
+        "provenance", "attached", "cache_dtypes", "native_layers",
     }  # fmt: skip
     assert [(each["tokens"], each["sequences"]) for each in fields["activation_bytes"]] == [(8192, 256), (256, 256)]
     assert fields["activation_bytes"][0]["bytes"] > fields["activation_bytes"][1]["bytes"] > 256 * 131 * 48
@@ -65,6 +67,7 @@ def test_summary_in_fields(bundle: Path, command: Command) -> None:
     assert fields["ops"] == opened.manifest.ops
     assert (fields["checked"], fields["precast_share"]) == (False, 1.0)
     assert fields["cache_groups"] == {"full": 4}
+    assert (fields["cache_dtypes"], fields["native_layers"]) == ({"full": "float32"}, [])
     assert fields["bytes"] == {"total": on_disk, "without_tokenizer": on_disk - tokenizer}
     assert fields["files"] == ["graph", "constants", *sorted(opened.files("tokenizer"))]
     assert fields["provenance"]["from_snapshot"] is False
@@ -124,6 +127,33 @@ def test_summary_has_the_bytes_of_weights_by_their_type(bundle: Path, command: C
 
     assert fields_of(command, "inspect", bundle)["weights_bytes"] == {"float32": num_bytes}
     assert f"weights      {num_bytes:,} bytes of float32\n" in command("inspect", bundle).stdout
+
+
+def test_summary_names_native_layers_and_dtypes_of_caches(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    plan = msgspec.structs.replace(opened.graph.caches, groups=tuple(
+        msgspec.structs.replace(group, spec=msgspec.structs.replace(group.spec, dtype="bfloat16"))
+        for group in opened.graph.caches.groups
+    ))  # fmt: skip
+    layer = NativeLayer("sm_90", 12000, {}, {}, (), {})
+    graph = msgspec.structs.replace(opened.graph, caches=plan)
+
+    found = show.summary(msgspec.structs.replace(opened, graph=graph, native={"sm_90": layer}))
+
+    assert re.search("^caches +full: 4 layers in bfloat16$", found.text, re.MULTILINE)
+    assert re.search("^native +layers for sm_90$", found.text, re.MULTILINE)
+    assert found.fields["cache_dtypes"] == {"full": "bfloat16"}
+
+
+def test_summary_says_how_many_manifests_it_does_not_list(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    signature = compose(opened.descriptor, "application/x-signature", [])
+
+    lines = show.summary(msgspec.structs.replace(opened, attached=(signature,) * 23)).text.splitlines()
+
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("attached ")][-2:] == [
+        "application/x-signature", "and 3 more",
+    ]  # fmt: skip
 
 
 def test_summary_of_one_layer(tmp_path: Path, command: Command) -> None:

@@ -72,6 +72,7 @@ def test_addresses_in_place_of_paths(registry: FakeRegistry, tiny: Bundle, comma
     shown = json.loads(command("inspect", address, "--json").stdout)
     assert shown["bytes"]["total"] > sum(layer.size for layer in tiny.layers)
     assert list(shown["attached"].values()) == ["application/vnd.dev.sigstore.bundle.v0.3+json"]
+    assert command("inspect", address).stdout.splitlines()[0].split() == ["bundle", address]
     assert command("verify", address).exit_code == 0
 
 
