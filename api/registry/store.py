@@ -145,7 +145,11 @@ class Store:
             os.utime(self._list_file(digest))
 
     def listing(self) -> list[Stored]:
-        """All bundles, the one that was used last first."""
+        """All bundles, the one that was used last first.
+
+        Raises BundleError (`bundle-unreadable`) for a path that is no directory.
+        """
+        self._check_place()
         with self.reading():
             lists = {digest: self._list(digest) for digest in self._digests()}
             blobs = {digest: self._named_by(found) for digest, found in lists.items()}
@@ -163,7 +167,8 @@ class Store:
         return sorted(found, key=lambda stored: (-stored.used, stored.digest))
 
     def verify(self) -> Verified:
-        """Read every blob, and open every bundle."""
+        """Read every blob, and open every bundle. Raises BundleError as `listing` does."""
+        self._check_place()
         with self.reading():
             files = sorted(self._blobs.iterdir()) if self._blobs.is_dir() else []
             problems, total = [], 0
@@ -240,9 +245,11 @@ class Store:
     def collect(self, unused_days: float | None = None) -> Removed:
         """Remove blobs that no bundle has, and unfinished ones; before that, bundles that were not used for so long.
 
-        Waits until nobody reads or writes. Raises PrecastError (`write-failed`).
+        Waits until nobody reads or writes, and makes nothing where no store is. Raises PrecastError (`write-failed`),
+        and BundleError as `listing` does.
         """
-        if not self.path.is_dir():
+        self._check_place()
+        if not (self._blobs.is_dir() and self._bundles.is_dir()):
             return Removed((), 0, 0)
         with self._held(fcntl.LOCK_EX):
             dropped = []
@@ -335,6 +342,12 @@ class Store:
         except OSError as error:
             raise self._unreadable(error) from None
         return [f"{oci.ALGORITHM}:{name}" for name in sorted(names) if _HEX.fullmatch(name)]
+
+    def _check_place(self) -> None:
+        """Raise BundleError (`bundle-unreadable`) where the store's path is something else than a directory."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            message, fix = "expected the store's directory, found something else", "name another place in PRECAST_STORE"
+            raise BundleError("bundle-unreadable", message, where=str(self.path), fix=fix)
 
     def _unreadable(self, error: OSError) -> BundleError:
         message, where = f"the store can't be read: {error.strerror or error}", str(error.filename or self.path)

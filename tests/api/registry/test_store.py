@@ -83,6 +83,26 @@ def test_bundle_that_the_store_does_not_have(store: Store) -> None:
     assert not store.path.exists()
 
 
+def test_path_that_is_no_directory_is_no_empty_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+
+    for name in ("file", "link"):
+        store = Store(tmp_path / name)
+        for act in (store.listing, store.verify, store.collect):
+            with pytest.raises(BundleError, match="PRECAST_STORE") as caught:
+                act()
+            assert (caught.value.code, caught.value.where) == ("bundle-unreadable", str(store.path))
+
+
+def test_gc_makes_nothing_in_a_directory_that_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+
+    found = Store(tmp_path).collect(unused_days=0)
+
+    assert (found.bundles, found.blobs, os.listdir(tmp_path)) == ((), 0, ["notes.txt"])
+
+
 def test_gc_keeps_what_bundles_have(reference: str, tiny: Bundle, store: Store) -> None:
     pull(reference, store=store)
     with store.writing():
