@@ -31,6 +31,8 @@ CHILD_SECONDS = 300.0
 PROBE_BYTES = 512 << 20
 """What is read to measure a disk; of a checkpoint, its first bytes."""
 JOB_BYTES = 8 << 20
+LEAST_BYTES = 8 * JOB_BYTES
+"""Of fewer, threads that begin take as long as what they read, and no rate can be told."""
 
 REQUIRED = ("torch", "msgspec", "numpy", "safetensors", "tokenizers", "zstandard")
 OPTIONAL = {"triton": "kernels on GPUs", "transformers": "precast build", "obstore": "s3:// and gs://"}
@@ -264,6 +266,10 @@ def _torch(device: str | None, has_gpu: bool) -> Iterator[Check]:
 def _disk(weights: Path | None) -> Iterator[Check]:
     try:
         if weights is not None:
+            if not weights.exists():
+                fix = "name a checkpoint's directory, or its file"
+                yield Check("disk", "missing", f"{weights}: no such file or directory", "there is nothing to read", fix)
+                return
             files = [weights] if weights.is_file() else sorted(weights.glob("*.safetensors"))
             if not files:
                 yield Check(
@@ -286,6 +292,12 @@ def _disk(weights: Path | None) -> Iterator[Check]:
 
 def _rates(file: Path) -> Iterator[Check]:
     """The rates at which threads read a file, first from the disk and then from the page cache."""
+    size = file.stat().st_size
+    if size < LEAST_BYTES:
+        found = f"{size:,} bytes in {file.parent}"
+        why, fix = "no rate can be told from so few", "name a larger checkpoint, or none"
+        yield from (Check(name, "unknown", found, why, fix) for name in ("disk", "page cache"))
+        return
     page_cache.drop([file])
     share = page_cache.cached_share([file])
     cold, warm = (_read_rate(file) for _ in range(2))

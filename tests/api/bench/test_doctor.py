@@ -41,7 +41,7 @@ def test_this_machine(command: Command) -> None:
     assert found["packages"]["numbers"]["msgspec"] is not None
     assert found["imports"]["numbers"]["loader"] > 0
     assert found["matmul"]["numbers"]["flops"] > 0
-    assert found["page cache"]["numbers"]["bytes_per_second"] > 0
+    assert [found[name]["status"] for name in ("disk", "page cache")] == ["unknown", "unknown"]  # its file is small
     assert all(check["why"] and check["fix"] for check in found.values() if check["status"] == "slow")
 
 
@@ -101,16 +101,33 @@ def test_nowhere_to_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_the_disk_of_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(doctor, "PROBE_BYTES", 2 * doctor.JOB_BYTES)
+    monkeypatch.setattr(doctor, "PROBE_BYTES", doctor.LEAST_BYTES)
 
-    assert [check.name for check in doctor._disk(None)] == ["disk", "page cache"]
+    disk, cache = doctor._disk(None)
+
+    assert (disk.name, cache.name) == ("disk", "page cache")
+    assert cache.numbers["bytes_per_second"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_are_none(tmp_path: Path) -> None:
     (disk,) = doctor._disk(tmp_path)
+    (nowhere,) = doctor._disk(tmp_path / "nowhere")
 
-    assert disk.status == "missing"
+    assert (disk.status, nowhere.status) == ("missing", "missing")
+    assert "no safetensors files" in disk.found
+    assert "no such file or directory" in nowhere.found
+
+
+def test_a_file_that_is_too_small_to_tell_a_rate_from(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(600_000))
+
+    checks = list(doctor._disk(tmp_path))
+
+    assert [(check.name, check.status, check.numbers) for check in checks] == [
+        ("disk", "unknown", {}), ("page cache", "unknown", {}),
+    ]  # fmt: skip
+    assert "600,000 bytes" in checks[0].found
 
 
 @pytest.mark.parametrize(("writable", "status"), [(True, "fine"), (False, "slow")])
