@@ -80,6 +80,7 @@ class Bundle(msgspec.Struct, frozen=True, eq=False):
         what that raises. Otherwise raises BundleError with the code of the first thing that is wrong: its form, sizes,
         digests, version, encoding, and the rules of the graph, in this order.
         """
+        _check_is_path(path)
         if isinstance(path, str) and (scheme := _SCHEME.match(path)):
             return _open_address(scheme[1], path)
         contents = read_layout(Path(path))
@@ -297,6 +298,12 @@ class _NativeLayers(Mapping[str, NativeLayer]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+def _check_is_path(path: object) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        fix = "name a bundle's directory, or its address such as oci://ghcr.io/org/name@sha256:..."
+        raise BundleError("bundle-missing", f"expected a bundle's path, found a {type(path).__name__}", fix=fix)
 
 
 def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:

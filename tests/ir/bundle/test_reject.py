@@ -233,6 +233,14 @@ def test_file_at_the_path(tmp_path: Path) -> None:
     assert caught.value.code == "bundle-not-a-directory"
 
 
+@pytest.mark.parametrize("path", [None, 3, b"bundle"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(BundleError, match="expected a bundle's path, found a") as caught:
+        Bundle.open(path)
+
+    assert caught.value.code == "bundle-missing"
+
+
 def test_link_to_a_bundle_opens(tmp_path: Path) -> None:
     bundle = write_tiny(tmp_path / "x.bundle")
     (tmp_path / "link").symlink_to("x.bundle")
