@@ -229,7 +229,7 @@ def _options(
         raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens", fix=fix)
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
-        raise BuildError("option-invalid", found, fix="leave kv_dtype out, for caches of the model's dtype")
+        raise BuildError("option-invalid", found, fix="use kv_dtype='model', for caches of the model's dtype")
     overrides = () if shard_plan is None else read_overrides(Path(shard_plan))
     from_config = kv_dtype == "auto" and source.facts.kv_dtype is not None
     cached = source.facts.kv_dtype if from_config else KV_DTYPES[kv_dtype]

@@ -10,8 +10,11 @@ import click
 _PHRASES = {
     "[bos_token_id]": "--token-ids BOS_TOKEN_ID",
     "load with allow_config_mismatch=True": "run with --allow-config-mismatch",
+    ", or None for the model's limit": "",
+    "or None, 0 or -1 for": "or 0 or -1 for",
+    "or None or -1 for": "or -1 for",
 }
-"""What stands for no option, or for one of another verb, and is typed otherwise."""
+"""What stands for no option, or for one of another verb, and is typed otherwise; and None, which can't be typed."""
 
 
 def as_typed(text: str, options: Sequence[click.Parameter]) -> str:

@@ -86,7 +86,8 @@ class Policy(msgspec.Struct, frozen=True):
         found = _decode(path)
         problems = list(_problems(found))
         if problems:
-            message = f"{len(problems)} mistakes: {'; '.join(some(problems))}"
+            count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+            message = f"{count}: {'; '.join(some(problems))}"
             raise TrustError("trust-invalid", message, where=str(path), fix="docs/trust.md says what a rule holds")
         return Policy(tuple(_Sourced(rule, str(path), _pem(rule, path)) for rule in found.rules), found.portable)
 

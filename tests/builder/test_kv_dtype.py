@@ -206,7 +206,7 @@ def test_a_dtype_that_is_not_known(kv_dtype: Any, tmp_path: Path) -> None:
 
     assert error.value.code == "option-invalid"
     assert error.value.message == f"kv_dtype is {kv_dtype}, expected one of auto, model, fp8_e4m3"
-    assert error.value.fix == "leave kv_dtype out, for caches of the model's dtype"
+    assert error.value.fix == "use kv_dtype='model', for caches of the model's dtype"
     assert not (tmp_path / "b").exists()
 
 

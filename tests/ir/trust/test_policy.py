@@ -206,7 +206,9 @@ def test_all_mistakes_are_listed(tmp_path: Path) -> None:
         rule(name="who", identities=["x"]), {"name": "odd", "scope": "any", "digests": ["sha256:AB"]},
     )  # fmt: skip
     error = refusal(write(tmp_path / "trust.json", *rules, version=2))
+    one = refusal(write(tmp_path / "one.json", version=2))
 
+    assert one.message == "1 mistake: expected version 1, found 2"
     assert error.code == "trust-invalid"
     for mistake in (
         "7 mistakes", "expected version 1, found 2", "two rules are named 'ci'", "rule '': expected a name",
