@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from precast.builder.source.quantised_options import cut, quantisation_of
+from precast.builder.source.quantised_options import cut, in_one_spelling, quantisation_of
 from precast.ir.errors import BuildError
 
 FILES = {
@@ -49,20 +49,24 @@ def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, 
             config.quantization_config = said | {name: added[name] for name in sorted(_KV & added.keys())}
 
 
-_TWICE = (("bits", "w_bit"), ("group_size", "q_group_size"), ("desc_act",), ("zero_point",), ("checkpoint_format",))
-"""What a file and the config may both say of AWQ and GPTQ, with the names that it has."""
+_TWICE = ("bits", "group_size", "desc_act", "zero_point", "checkpoint_format")
+"""What a file and the config may both say of AWQ and GPTQ."""
+
+_MEANT = {"gptq": {"checkpoint_format": "gptq"}}
+"""What a config means that leaves an entry out, where libraries that read the config alone take it for that."""
 
 
 def _check_same(file: str, added: Mapping[str, Any], said: Mapping[str, Any], where: str) -> None:
     """Refuse a file that says something else than the config."""
-    if _algorithm(added) != _algorithm(said):
-        raise _contradicts(f"by {_algorithm(added)} in {file}, and by {_algorithm(said)}", where)
-    for names in _TWICE:
-        one, other = (
-            next((each[name] for name in names if each.get(name) is not None), None) for each in (added, said)
-        )
+    method = str(_algorithm(said))
+    if _algorithm(added) != method:
+        raise _contradicts(f"by {_algorithm(added)} in {file}, and by {method}", where)
+    inside, outside = in_one_spelling(method, said, where), in_one_spelling(method, added, f"{where}: {file}")
+    for name in _TWICE:
+        other = outside.get(name)
+        one = inside[name] if inside.get(name) is not None else _MEANT.get(method, {}).get(name)
         if None not in (one, other) and one != other:
-            raise _contradicts(f"with {names[0]} = {one!r} in {file}, and with {names[0]} = {other!r}", where)
+            raise _contradicts(f"with {name} = {other!r} in {file}, and with {name} = {one!r}", where)
 
 
 def _contradicts(what: str, where: str) -> BuildError:

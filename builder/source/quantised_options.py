@@ -116,6 +116,7 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
         )
     if found := list(_unknown(method, entries)):
         raise _refuse_all(method, found, where)
+    entries = in_one_spelling(method, entries, where)
     if method == "modelopt":
         _check_modelopt(entries, where)
     if method == "fp8":
@@ -131,6 +132,30 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             what = f"{cut(f'{pattern!r} in {name}')}, which is no regular expression ({error})"
             raise refuse(method, what, where, "correct the pattern, as the checkpoint's publisher means it") from None
     return Quantised(method, entries)
+
+
+_SPELLINGS = {
+    "awq": {"q_group_size": "group_size", "w_bit": "bits"},
+    "gptq": {"format": "checkpoint_format"},
+}
+"""Other names of options, and the one that schemes read."""
+
+
+def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None = None) -> dict[str, Any]:
+    """The entries with one name for each option. Raises BuildError where two names of one say different things."""
+    names = _SPELLINGS.get(method, {})
+    made = {name: value for name, value in entries.items() if name not in names}
+    for name, value in entries.items():
+        known = names.get(name)
+        if known is None or value is None:
+            continue
+        if made.get(known) is None:
+            made[known] = value
+        elif made[known] != value:
+            what = cut(f"{known} = {made[known]!r} and {name} = {value!r}")
+            fix = "remove the one that doesn't describe the checkpoint's tensors"
+            raise refuse(method, what, where, fix, why="both are names of one option")
+    return made
 
 
 class _Unknown(NamedTuple):

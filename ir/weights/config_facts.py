@@ -27,6 +27,8 @@ _QUANTISATION_NAMES = (_QUANTISATION, "compression_config")
 """What publishers call the entry that says how a checkpoint is quantised."""
 _QUANTISATION_ENTRIES = ("quant_method", "bits", "checkpoint_format", "zero_point")
 """What says how stored numbers are read; which tensors are quantised, the tensors themselves say."""
+_GPTQ_FORMAT = ("checkpoint_format", "format")
+"""The names of GPTQ's format, by which zeros are read; a config without any means `gptq`."""
 
 _IGNORED = re.compile(
     # where the config comes from, and which program wrote it
@@ -165,7 +167,11 @@ def quantisation_entries(config: Mapping[str, Any], part: tuple[str, ...]) -> di
     found = next((each[name] for each, name in places if each.get(name)), None)
     if not isinstance(found, Mapping):
         return {}
-    return dict(_flat(f"{_QUANTISATION}.", {name: found[name] for name in _QUANTISATION_ENTRIES if name in found}))
+    named = {name: found[name] for name in _QUANTISATION_ENTRIES if name in found}
+    if found.get("quant_method") == "gptq":
+        formats = {str(found[name]) for name in _GPTQ_FORMAT if found.get(name) is not None}
+        named["checkpoint_format"] = " and ".join(sorted(formats)) or "gptq"
+    return dict(_flat(f"{_QUANTISATION}.", named))
 
 
 def decoder_part(config: Mapping[str, Any], part: tuple[str, ...]) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
     """GPTQ, whose `g_idx` has the group of each input. Without act order (`desc_act`) groups are of neighbours: it is
     read only where the last of them is a smaller one.
     """
-    format = options.get("checkpoint_format", options.get("format", "gptq"))
+    format = options.get("checkpoint_format", "gptq")
     kept = options.get("modules_in_block_to_quantize", None) or ()
     suffixes = [name for names in kept for name in ([names] if isinstance(names, str) else names)]
     overrides = options.get("dynamic", None) or {}

@@ -415,6 +415,18 @@ GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
             {"quant_method": "awq", "bits": 4, "group_size": 64}, {"quant_config": {"w_bit": 4, "q_group_size": 128}},
             "with group_size = 128 in quant_config.json, and with group_size = 64 in config.json",
         ),
+        (
+            GPTQ, {"quantize_config": GPTQ | {"checkpoint_format": "gptq_v2"}},
+            "with checkpoint_format = 'gptq_v2' in quantize_config.json, and with checkpoint_format = 'gptq' in config",
+        ),
+        (
+            GPTQ | {"format": "gptq_v2"}, {"quantize_config": GPTQ | {"format": "gptq"}},
+            "with checkpoint_format = 'gptq' in quantize_config.json, and with checkpoint_format = 'gptq_v2' in config",
+        ),
+        (
+            GPTQ, {"quantize_config": GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"}},
+            "checkpoint_format = 'gptq' and format = 'gptq_v2': both are names of one option",
+        ),
     ],
 )  # fmt: skip
 def test_files_that_contradict_the_config(

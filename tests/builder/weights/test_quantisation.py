@@ -32,6 +32,11 @@ from precast.ir.graph.schema import Cast
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"rotation": "hadamard"}}}, "dynamic = "),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {"bits": 8}}}, "no regular expression"),
         ({"quant_method": "gptq", "bits": 4, "method": "gptq_pro"}, "method = 'gptq_pro'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq", "format": "gptq_v2"},
+            "checkpoint_format = 'gptq' and format = 'gptq_v2': both are names of one option",
+        ),
+        ({"quant_method": "awq", "group_size": 32, "q_group_size": 64}, "group_size = 32 and q_group_size = 64"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
         ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),

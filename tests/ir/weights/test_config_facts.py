@@ -106,6 +106,24 @@ def test_how_quantised_numbers_are_read() -> None:
     assert found == Difference("quantization_config.checkpoint_format", "gptq", "gptq_v2")
 
 
+@pytest.mark.parametrize(
+    ("said", "form"),
+    [
+        ({}, "gptq"),
+        ({"format": "gptq"}, "gptq"),
+        ({"checkpoint_format": None, "format": "gptq_v2"}, "gptq_v2"),
+        ({"checkpoint_format": "gptq_v2", "format": "gptq_v2"}, "gptq_v2"),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "gptq and gptq_v2"),
+    ],
+)
+def test_the_format_of_gptq_has_two_names_and_a_default(said: dict[str, Any], form: str) -> None:
+    facts = ConfigFacts({"quantization_config.checkpoint_format": "gptq"})
+
+    found = differences(facts, {"quantization_config": {"quant_method": "gptq"} | said})
+
+    assert [each.checkpoint for each in found] == ([] if form == "gptq" else [form])
+
+
 def test_entries_are_flat_and_have_an_encoding() -> None:
     odd = {
         "nested": {"a": [{"b": 1}, {"b": [1, 2]}], "dropout": 1},

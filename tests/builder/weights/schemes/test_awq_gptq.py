@@ -35,6 +35,15 @@ def test_awq(model_type: str, group_size: int, said: dict[str, Any], tmp_path: P
     check(config_of(model_type, num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
 
 
+def test_awq_in_its_own_spelling(tmp_path: Path) -> None:
+    entries = {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, **BY_AUTOAWQ}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        return quantised.awq(name.removesuffix(".weight"), tensor, 16) if linear(name) else None
+
+    check(config_of("qwen2"), entries, quantise, tmp_path)
+
+
 @pytest.mark.parametrize("order", [False, True], ids=["in order", "by activation"])
 @pytest.mark.parametrize(("format", "offset"), [("gptq", 1), ("gptq_v2", 0)])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -50,6 +59,16 @@ def test_gptq(bits: int, order: bool, format: str, offset: int, tmp_path: Path) 
         return quantised.gptq(name.removesuffix(".weight"), tensor, 48, order=order, offset=offset, bits=bits)
 
     check(config_of("llama", attention_bias=True), entries, quantise, tmp_path)
+
+
+def test_the_format_of_gptq_by_its_other_name(tmp_path: Path) -> None:
+    entries = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "format": "gptq_v2"}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        stem = name.removesuffix(".weight")
+        return quantised.gptq(stem, tensor, 32, order=False, offset=0) if linear(name) else None
+
+    check(config_of("llama"), entries, quantise, tmp_path)
 
 
 @pytest.mark.parametrize("order", [False, True], ids=["in order", "by activation"])
