@@ -30,8 +30,12 @@ from precast.ir.weights.recipes import map_reads
 
 
 def compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
-    """Of each layer the first group that it is a target of; `ignore` lists layers of none."""
-    groups = list(options.get("config_groups", {}).values())
+    """Of each layer the group that compressed-tensors gives it: that of the layer's own name, before those of patterns,
+    before that of all linear layers. Of a target of several groups the last counts, and of several patterns the first
+    by alphabet. `ignore` lists layers of none.
+    """
+    targets = {target: group for group in options.get("config_groups", {}).values() for target in group["targets"]}
+    in_order = sorted(targets, key=lambda target: (target == _ALL, target.startswith("re:"), target))
     ignore = list(options.get("ignore", None) or ())
 
     names = config_names(model)
@@ -40,9 +44,10 @@ def compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
         return names(weight.module, weight.stem)
 
     def group_of(weight: Weight) -> Any:
-        if not is_linear(model, weight) or any(_matches(pattern, *called(weight)) for pattern in ignore):
+        found = called(weight)
+        if not is_linear(model, weight) or any(_matches(pattern, *found) for pattern in ignore):
             return None
-        return next((group for group in groups if _targets(group["targets"], called(weight))), None)
+        return next((targets[each] for each in in_order if each == _ALL or _matches(each, *found)), None)
 
     def recipe(weight: Weight) -> Recipe:
         group = group_of(weight)
@@ -63,8 +68,8 @@ def compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
     )
 
 
-def _targets(targets: list[str], names: tuple[str, ...]) -> bool:
-    return any(target == "Linear" or _matches(target, *names) for target in targets)
+_ALL = "Linear"
+"""The target that is no name: the class of layers."""
 
 
 def _matches(pattern: str, *names: str) -> bool:

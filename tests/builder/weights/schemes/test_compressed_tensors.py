@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import quantised
 import torch
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from published_configs import compressed, groups, rotated
 from quantised import Stored
 from stored_weights import blocks, check, config_of, linear, projections
+from transformers import AutoModelForCausalLM
+
+from precast.builder.weights.recipes import ModelCheckpoint
+from precast.ir.weights.recipes import leaves
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -89,8 +94,36 @@ def test_integers_of_eight_bits(size: int | None, zeros: bool, tmp_path: Path) -
     check(config_of("llama"), groups("int-quantized", weights), projections(stored), tmp_path)
 
 
+DOWN, QUERY = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+TARGETS = {
+    "a class first": [["Linear"], ["re:.*mlp.*", DOWN], ["re:.*self_attn.*"]],
+    "a class last": [["re:.*self_attn.*"], ["re:.*mlp.*", DOWN], ["Linear"]],
+    "a name after a pattern that fits it": [["re:.*proj"], [DOWN, QUERY], ["Linear"]],
+    "patterns by alphabet": [["re:.*proj"], ["re:.*down_proj"], ["re:.*[qk]_proj"]],
+    "a target of several groups": [["Linear", DOWN], ["Linear"], [DOWN]],
+}  # of three groups
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_layer_gets_the_group_that_the_library_gives_it(case: str) -> None:
+    entries = groups("pack-quantized", {}) | {"config_groups": {}}
+    for size, targets in zip((8, 16, 32), TARGETS[case], strict=True):
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size, "symmetric": True}
+        entries["config_groups"][f"group_{size}"] = {"targets": targets, "weights": weights}
+    with torch.device("meta"):
+        theirs, meta = (AutoModelForCausalLM.from_config(config_of("llama")) for _ in range(2))
+    apply_quantization_config(theirs, QuantizationConfig.model_validate(entries))
+    schemes = {name: getattr(each, "quantization_scheme", None) for name, each in theirs.named_modules()}
+    expected = {name: scheme.weights.group_size for name, scheme in schemes.items() if scheme is not None}
+
+    made = ModelCheckpoint(meta, entries).recipes([f"{name}.weight" for name in expected])
+
+    read = {leaf.tensor: leaf.shape for recipe in made.values() for leaf in leaves(recipe)}
+    inputs = {name: meta.get_submodule(name).in_features for name in expected}
+    assert {name: inputs[name] // read[f"{name}.weight_scale"][1] for name in expected} == expected
+
+
 def test_groups_of_different_formats(tmp_path: Path) -> None:
-    """The first that fits counts."""
     four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True}
     eight = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     entries = groups("mixed-precision", four, targets=["re:.*down_proj"])
