@@ -186,7 +186,10 @@ def _unknown(method: str, entries: Mapping[str, Any]) -> Iterator[_Unknown]:
     groups = entries.get("config_groups")
     if method == "compressed-tensors" and isinstance(groups, Mapping):
         for name, group in groups.items():
-            if stored_as(group, entries.get("format")) is None:
+            if isinstance(group, Mapping) and not _has_targets(group):
+                what = _described(f"config_groups.{name}.targets", group.get("targets"))
+                yield _Unknown(what, _not_known("a list of names, one at least"))
+            elif stored_as(group, entries.get("format")) is None:
                 yield _Unknown(_described_group(str(name), group, entries.get("format")), _not_known(_COMPRESSED))
 
 
@@ -288,16 +291,14 @@ def stored_as(group: Any, format: str | None) -> str | None:
 
     `format` is what the config says of groups that name no format of their own. None: it isn't known.
     """
-    if not isinstance(group, Mapping) or not _names(group.get("targets")) or not group.get("targets"):
-        return None
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping):
+    weights = group.get("weights") if isinstance(group, Mapping) and _has_targets(group) else None
+    if not isinstance(weights, Mapping) or type(weights.get("symmetric", True)) is not bool:
         return None
     format = group.get("format") or format or "float-quantized"
     strategy, size = weights.get("strategy"), weights.get("group_size")
-    kind = (weights.get("num_bits"), weights.get("type", "int"))
-    symmetric = weights.get("symmetric", True) is True
-    in_groups = strategy == "group" and type(size) is int and size > 0
+    bits, symmetric = weights.get("num_bits"), weights.get("symmetric", True)
+    kind = (bits if type(bits) is int else None, weights.get("type", "int"))
+    in_groups = strategy == "group" and _is_size(size)
     if kind == (8, "float") and symmetric and format in ("float-quantized", "naive-quantized"):
         block = weights.get("block_structure")
         return "fp8" if strategy in ("tensor", "channel") or (strategy == "block" and block and _block(block)) else None
@@ -308,10 +309,14 @@ def stored_as(group: Any, format: str | None) -> str | None:
     if kind in ((4, "int"), (8, "int")) and format == "pack-quantized":
         return f"packed{kind[0]}" if strategy == "channel" or in_groups else None
     if kind == (4, "float") and symmetric and format == "nvfp4-pack-quantized":
-        return "nvfp4" if strategy == "tensor_group" and size == 16 else None
+        return "nvfp4" if strategy == "tensor_group" and _is(size, 16) else None
     if kind == (4, "float") and symmetric and format == "mxfp4-pack-quantized":
         return "mxfp4" if in_groups and size == 32 else None
     return None
+
+
+def _has_targets(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("targets")) and _names(group["targets"])
 
 
 _USE_OTHER = "use a checkpoint of float32, bfloat16 or float16 weights"
@@ -386,9 +391,17 @@ def _expects(expected: str) -> Callable[[Callable[[Any], bool]], Check]:
     return lambda is_known: Check(is_known, expected)
 
 
+def _is(value: Any, known: Any) -> bool:
+    """Whether it is this value, of its type: what reads it takes no 4.0 for 4, and no 1 for True."""
+    if isinstance(value, list) and isinstance(known, list):
+        return len(value) == len(known) and all(map(_is, value, known))
+    return value == known and isinstance(value, type(known)) and isinstance(value, bool) == isinstance(known, bool)
+
+
 def _one_of(*values: Any) -> Check:
     *most, last = ("nothing" if value is None else repr(value) for value in values)
-    return Check(lambda value: value in values, f"{', '.join(most)} or {last}" if most else last)
+    expected = f"{', '.join(most)} or {last}" if most else last
+    return Check(lambda value: any(_is(value, each) for each in values), expected)
 
 
 @_expects("a list of names")
@@ -396,15 +409,20 @@ def _names(value: Any) -> bool:
     return value is None or (isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value))
 
 
-@_expects("two sizes above 0, or nothing")
+@_expects("two sizes above 0 and below 2 ** 31, or nothing")
 def _block(value: Any) -> bool:
     fits = isinstance(value, (list, tuple)) and len(value) == 2
-    return value is None or (fits and all(type(size) is int and size > 0 for size in value))
+    return value is None or (fits and all(map(_is_size, value)))
 
 
-@_expects("a size above 0, or -1 for one group of all inputs")
+def _is_size(value: Any) -> bool:
+    """A size above 0, as an int32 can have it: no layer has more."""
+    return type(value) is int and 0 < value < 1 << 31
+
+
+@_expects("a size above 0 and below 2 ** 31, or -1 for one group of all inputs")
 def _group_size(value: Any) -> bool:
-    return type(value) is int and (value == -1 or value > 0)
+    return _is_size(value) or _is(value, -1)
 
 
 def pattern_of(override: str) -> str:
@@ -428,7 +446,9 @@ def _by_layer(value: Any) -> bool:
 
 @_expects("a list of names, or of lists of names")
 def _modules(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(each, str) or _names(each) for each in value))
+    listed = value if isinstance(value, list) else []
+    flat = [name for each in listed for name in (each if isinstance(each, (list, tuple)) else [each])]
+    return value is None or (isinstance(value, list) and _names(flat))
 
 
 @_expects("an object with a group at least")
@@ -460,7 +480,7 @@ def _modelopt_layers(value: Any) -> bool:
 
 def _is_modelopt(layer: Mapping[str, Any]) -> bool:
     known = _MODELOPT.get(str(layer.get("quant_algo")))
-    return known is not None and layer.get("group_size", known[1]) == known[1] and set(layer) <= _LAYER
+    return known is not None and _is(layer.get("group_size", known[1]), known[1]) and set(layer) <= _LAYER
 
 
 @_expects("rotations of weights alone (weight_input, weight_output)")
