@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -41,14 +42,44 @@ def all_but(
 def kept_by(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Whether a module of a name is not quantised: what transformers' `should_convert_module` denies.
 
-    A pattern is the name's end, or a regular expression for its beginning, up to where a part of it begins or ends. All
-    are compiled as one: a checkpoint of experts may list hundreds, and has tens of thousands of weights.
+    A pattern is the name's end, or a regular expression for its beginning, up to where a part of it begins or ends. A
+    checkpoint may list tens of thousands, and has as many weights. Most are names, which are looked up: their dots
+    stand for dots. Those without groups are compiled as one; others each by itself, as names of groups, numbers and
+    flags hold for one pattern.
     """
-    if not patterns:
-        return lambda name: False
-    ends = tuple(patterns)
-    begins = re.compile(rf"(?:{'|'.join(f'(?:{each})' for each in patterns)})(?:(?<=\.)|(?=\.|$))")
-    return lambda name: name.endswith(ends) or begins.match(name) is not None
+    names = {each for each in patterns if _NAME.fullmatch(each)}
+    others = [each for each in dict.fromkeys(patterns) if each not in names]
+    simple = [each for each in others if "(" not in each]
+    begins = [_begin("", "|".join(f"(?:{each})" for each in simple))] if simple else []
+    begins += [_begin(*_FLAGS.match(each).group(1, 2)) for each in others if "(" in each]  # type: ignore[union-attr]
+    ends = _by_length(patterns)
+
+    def is_kept(name: str) -> bool:
+        if any(not length or name[-length:] in found for length, found in ends.items()):
+            return True
+        wholes = itertools.accumulate(name.split("."), "{}.{}".format)
+        return not names.isdisjoint(wholes) or any(begin.match(name) for begin in begins)
+
+    return is_kept
+
+
+_NAME = re.compile(r"\w+(?:[.-]\w+)*")
+"""What is no more than a name."""
+_FLAGS = re.compile(r"((?:\(\?[aiLmsux]+\))?)(.*)", re.DOTALL)
+"""The flags that a pattern begins with, which may stand nowhere else, and the rest."""
+
+
+def _begin(flags: str, pattern: str) -> re.Pattern[str]:
+    """The pattern up to where a part of a name begins or ends."""
+    return re.compile(rf"{flags}(?:{pattern})(?:(?<=\.)|(?=\.|$))")
+
+
+def _by_length(names: Iterable[str]) -> dict[int, set[str]]:
+    """The names by how many letters they have."""
+    found: dict[int, set[str]] = {}
+    for name in names:
+        found.setdefault(len(name), set()).add(name)
+    return found
 
 
 def unskipped(model: PreTrainedModel) -> Callable[[Weight], bool]:

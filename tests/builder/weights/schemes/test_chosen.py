@@ -45,7 +45,7 @@ NAMES = (
 
 PATTERNS = (
     "lm_head", "model.layers.1", "model.layers.*", r"model\.layers\.\d+\.mlp.gate", "fc1", "layer.", "mlp.gate",
-    "a|layer", "gate_proj", ".*gate", "",
+    "a|layer", "gate_proj", ".*gate", "", r"(?P<part>mlp|layer)\.", r".*(?P<part>gate)", r"(.)\w*\1",
 )  # fmt: skip
 
 
@@ -55,6 +55,21 @@ def test_patterns_keep_what_transformers_keeps() -> None:
         is_kept = kept_by(patterns)
         expected = {name: not should_convert_module(name, patterns) for name in NAMES}
         assert {name: is_kept(name) for name in NAMES} == expected, patterns
+
+
+def test_a_list_of_many_names_is_looked_up() -> None:
+    patterns = [f"model.layers.{layer}.mlp.experts.{i}.up_proj" for layer in range(20) for i in range(1000)]
+
+    is_kept = kept_by(patterns)
+
+    assert all(map(is_kept, patterns))
+    assert not any(is_kept(name.replace("up", "down")) for name in patterns)
+
+
+def test_flags_hold_for_the_pattern_that_begins_with_them() -> None:
+    is_kept = kept_by(["(?i)LM_(HEAD|TAIL)", "MLP", "(?s)layer", "(?:GATE)"])
+
+    assert [name for name in NAMES if is_kept(name)] == ["lm_head", "layer", "layer.1.attn"]
 
 
 def test_an_expert_that_is_left_as_it_is(tmp_path: Path) -> None:
