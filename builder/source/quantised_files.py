@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from precast.builder.source.quantised_options import cut, in_one_spelling, quantisation_of
+from precast.builder.source.quantised_options import cut, in_one_spelling, kv_dtype_of, quantisation_of
 from precast.ir.errors import BuildError
 
 FILES = {
@@ -43,10 +43,23 @@ def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, 
             config.quantization_config = added
         elif method != "modelopt":
             _check_same(file, added, said, name)
-        elif _algorithm(added) not in (None, _algorithm(said)):
-            raise _contradicts(f"by {_algorithm(added)} in {file}, and by {_algorithm(said)}", name)
-        elif _KV.isdisjoint(said):
-            config.quantization_config = said | {name: added[name] for name in sorted(_KV & added.keys())}
+        else:
+            _check_modelopt(file, added, said, name)
+            if _KV.isdisjoint(said):
+                config.quantization_config = said | {name: added[name] for name in sorted(_KV & added.keys())}
+
+
+def _check_modelopt(file: str, added: Mapping[str, Any], said: Mapping[str, Any], where: str) -> None:
+    """Refuse what ModelOpt's file says otherwise than the config: how, of which layers, and of keys and values."""
+    if _algorithm(added) not in (None, _algorithm(said)):
+        raise _contradicts(f"by {_algorithm(added)} in {file}, and by {_algorithm(said)}", where)
+    kept = [in_one_spelling("modelopt", each, where).get("ignore") for each in (said, added)]
+    listed = [set(map(str, each if isinstance(each, list) else [each])) for each in kept]
+    if None not in kept and listed[0] != listed[1]:
+        raise _contradicts(f"but for other layers in {file} (such as {min(listed[0] ^ listed[1])}) than", where)
+    one, other = _of_keys(said), _of_keys(added)
+    if None not in (one, other) and one != other:
+        raise _contradicts(f"with keys and values of {other} in {file}, and of {one}", where)
 
 
 _TWICE = ("bits", "group_size", "desc_act", "zero_point", "checkpoint_format")
@@ -79,6 +92,12 @@ def _contradicts(what: str, where: str) -> BuildError:
 
 _KV = frozenset(("kv_cache_quant_algo", "kv_cache_scheme"))
 """What says how keys and values are quantised."""
+
+
+def _of_keys(entries: Mapping[str, Any]) -> str | None:
+    """How keys and values are quantised, by a name; None: nothing is said of it."""
+    said = next((entries[name] for name in sorted(_KV) if entries.get(name) is not None), None)
+    return said and (kv_dtype_of(entries)[0] or cut(str(said)))
 
 
 def _algorithm(entries: Mapping[str, Any]) -> str | None:

@@ -137,6 +137,7 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
 _SPELLINGS = {
     "awq": {"q_group_size": "group_size", "w_bit": "bits"},
     "gptq": {"format": "checkpoint_format"},
+    "modelopt": {"exclude_modules": "ignore"},
 }
 """Other names of options, and the one that schemes read."""
 
@@ -147,15 +148,22 @@ def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None =
     made = {name: value for name, value in entries.items() if name not in names}
     for name, value in entries.items():
         known = names.get(name)
-        if known is None or value is None:
+        if known is None:
             continue
         if made.get(known) is None:
             made[known] = value
-        elif made[known] != value:
+        elif value is not None and not _says_same(made[known], value):
             what = cut(f"{known} = {made[known]!r} and {name} = {value!r}")
             fix = "remove the one that doesn't describe the checkpoint's tensors"
             raise refuse(method, what, where, fix, why="both are names of one option")
     return made
+
+
+def _says_same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; of lists of names, in any order."""
+    if _names(one) and _names(other) and None not in (one, other):
+        return set(one) == set(other)
+    return bool(one == other)
 
 
 class _Unknown(NamedTuple):
@@ -225,7 +233,7 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
     algorithm, layers = entries.get("quant_algo"), entries.get("quantized_layers")
     if (algorithm == "MIXED_PRECISION") != bool(layers):
         raise refuse("modelopt", f"quant_algo = {algorithm!r} and {len(layers or ())} quantized_layers", where)
-    if algorithm and not layers and not {"ignore", "exclude_modules"} & set(entries):
+    if algorithm and not layers and "ignore" not in entries:
         fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_USE_OTHER}"
         raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where, fix)
     known = () if not algorithm else (algorithm,) if not layers else tuple(_MODELOPT)

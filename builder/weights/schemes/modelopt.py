@@ -23,7 +23,7 @@ def modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
     """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor, MXFP8 and NVFP4; kept as they are: linear layers
     by pattern. With `quantized_layers`, those alone are quantised, each in its format.
     """
-    kept = options.get("exclude_modules", options.get("ignore", None)) or ()
+    kept = options.get("ignore", None) or ()
     names, layers = config_names(model), options.get("quantized_layers", None)
     is_kept = _listed(kept)
     _check_names(options.method, model, names, kept if layers is None else list(layers))

@@ -437,6 +437,30 @@ def test_files_that_contradict_the_config(
     refused(tmp_path, entries, "feature-unsupported", message, **files)
 
 
+@pytest.mark.parametrize(
+    ("said", "file", "message"),
+    [
+        (
+            {}, {"ignore": None, "exclude_modules": ["*down_proj", "lm_head"]},
+            r"but for other layers in hf_quant_config.json \(such as \*down_proj\) than in config.json",
+        ),
+        (
+            {"kv_cache_quant_algo": "FP8"}, {"kv_cache_quant_algo": "INT8"},
+            "with keys and values of INT8 in hf_quant_config.json, and of float8_e4m3fn in config.json",
+        ),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "NVFP4"}, "values of NVFP4 in"),
+        ({"exclude_modules": []}, {}, r"ignore = \['lm_head'\] and exclude_modules = \[\]: both are names of one"),
+    ],
+)  # fmt: skip
+def test_modelopts_file_contradicts_the_config(
+    said: dict[str, Any], file: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    both = {"quant_algo": "FP8", "ignore": ["lm_head"]}
+    entries = entries_of("llama", quantization_config={"quant_method": "modelopt"} | both | said)
+
+    refused(tmp_path, entries, "feature-unsupported", message, hf_quant_config={"quantization": both | file})
+
+
 def test_files_that_agree_with_the_config(tmp_path: Path) -> None:
     said = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
     file = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
