@@ -315,12 +315,15 @@ def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
         ("prefixes of tensor names", len(rules.optional_prefixes) + len(rules.prefixes), limits.MAX_PREFIXES),
         ("patterns of tensor names", len(rules.ignored) + len(rules.unused), limits.MAX_PATTERNS),
         ("patterns of groups in order", len(rules.groups_in_order), limits.MAX_PATTERNS),
+        ("patterns of zeros", len(rules.zeros), limits.MAX_PATTERNS),
         ("tied tensor names", len(rules.tied), limits.MAX_TIED),
     ):
         if found > limit:
             raise BundleError("limit-exceeded", f"manifest: {found} {what}; at most {limit} are allowed")
     if any(size < 0 for size in rules.groups_in_order.values()):
         raise BundleError("manifest-invalid", "manifest: groups_in_order has groups of fewer than 0 inputs")
+    if any(size < 0 for size in rules.zeros.values()):
+        raise BundleError("manifest-invalid", "manifest: zeros has tensors of fewer than 0 elements")
     expected = _blobs(layers)
     if manifest.blobs != expected:
         listed, held = (", ".join(some([blob.name for blob in blobs])) for blobs in (manifest.blobs, expected))

@@ -43,7 +43,8 @@ class Checkpoint(Wire, frozen=True):
     model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a key
     of `prefixes` may begin with its value instead. `groups_in_order` are patterns of tensors, int32 `[inputs]`, that
     say of which group each input is, and how many inputs a group has (0: all are one group). Where groups are of
-    neighbours, in order, no recipe reads them; a checkpoint in which they say something else is refused.
+    neighbours, in order, no recipe reads them; a checkpoint in which they say something else is refused. `zeros` are
+    patterns of tensors, floating point `[n]`, that are all 0 and that the model has not, and their n (0: any).
     """
 
     optional_prefixes: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class Checkpoint(Wire, frozen=True):
     unused: tuple[str, ...] = ()
     prefixes: dict[str, str] = msgspec.field(default_factory=dict)
     groups_in_order: dict[str, int] = msgspec.field(default_factory=dict)
+    zeros: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 Scalar = bool | int | float | str | None

@@ -119,6 +119,7 @@ class ModelCheckpoint:
             tied={names[second]: names[first] for second, first in sorted(self._tied.items())},
             prefixes=other_prefixes(self._model),
             groups_in_order=dict(self._scheme.groups_in_order) if self._scheme else {},
+            zeros=dict(self._scheme.zeros) if self._scheme else {},
         )
         return rules if used is None else msgspec.structs.replace(rules, unused=self._unused(rules, set(used)))
 

@@ -7,7 +7,7 @@ once, before a byte of any tensor is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -18,7 +18,7 @@ from precast.ir.graph import schema
 from precast.ir.graph.symbols import shape_text
 from precast.ir.manifest import Checkpoint
 from precast.ir.patterns import matches
-from precast.ir.weights import group_order
+from precast.ir.weights import group_order, zeros
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredDtype, StoredTensor, at_once
 from precast.ir.weights.recipes import each_leaf
 
@@ -34,7 +34,7 @@ _TAKEN: Mapping[str | None, tuple[StoredDtype, ...]] = {None: ANY_FLOAT, "uint8"
 _SEEN_AS: Mapping[str | None, StoredDtype] = {"uint8": "uint8", "float8_e8m0fnu": "F8_E8M0"}
 """What the bytes of a tensor are, where a `Read` says it and the file may say something else."""
 
-Kind = Literal["missing", "shape", "dtype", "untied", "order", "unexpected"]
+Kind = Literal["missing", "shape", "dtype", "untied", "order", "zeros", "unexpected"]
 
 _TITLES: dict[Kind, str] = {
     # in the order of the report
@@ -43,6 +43,7 @@ _TITLES: dict[Kind, str] = {
     "dtype": "of a wrong dtype",
     "untied": "tied by the config and not equal",
     "order": "of groups in another order than the config's desc_act says (if it is false, build with true)",
+    "zeros": "that the config's model has not, and that are no zeros (if they are meant, the config has to say so)",
     "unexpected": "unexpected",
 }
 _LISTS_ALL = " (precast verify BUNDLE --weights DIR [--allow-config-mismatch] lists all)"
@@ -79,8 +80,8 @@ def scale_tensor(recipe: schema.Scale, stored: Container[str], rules: Checkpoint
 def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> list[Problem]:
     """What keeps `files` from being loaded by the graph's recipes, up to `limits.MAX_PROBLEMS`: missing tensors, then
     those of a wrong shape or dtype, in the order of the params, then tied ones that differ, groups that are not in
-    order, and unexpected ones, in the order of the files. Empty: it fits. Only headers are read, but for tied tensors
-    that are stored twice, and tensors of groups that no recipe reads.
+    order, zeros that are none, and unexpected ones, in the order of the files. Empty: it fits. Only headers are read,
+    but for tied tensors that are stored twice, and tensors of groups and of zeros that no recipe reads.
     """
     expected: set[str] = set()
     found = list(itertools.islice(_read_problems(graph, rules, files, expected), limits.MAX_PROBLEMS))
@@ -91,7 +92,7 @@ def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> 
         expected.update(name for name in names if name is not None)
         if None not in names and not _equal(files, *(files.tensors[name] for name in names if name is not None)):
             found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
-    for look in (_disordered, _unexpected):
+    for look in (_disordered, _not_zeros, _unexpected):
         found += itertools.islice(look(rules, files, expected), limits.MAX_PROBLEMS)
     return _sorted(found)
 
@@ -149,7 +150,22 @@ def _scales_by_other_names(rules: Checkpoint, files: CheckpointFiles) -> list[st
 
 def _disordered(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:
     """The tensors of groups that nothing reads, because groups are in order, where they say something else."""
-    patterns = rules.groups_in_order
+    return _faults("order", group_order.fault, rules.groups_in_order, files, expected)
+
+
+def _not_zeros(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:
+    """The tensors that nothing reads, because they are all 0, where they are something else."""
+    return _faults("zeros", zeros.fault, rules.zeros, files, expected)
+
+
+def _faults(
+    kind: Kind,
+    fault: Callable[[CheckpointFiles, str, int], str],
+    patterns: Mapping[str, int],
+    files: CheckpointFiles,
+    expected: set[str],
+) -> Iterator[Problem]:
+    """What `fault` finds in tensors that nothing reads and one of the patterns describes."""
     if not patterns:
         return
     sizes = {
@@ -158,10 +174,10 @@ def _disordered(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -
         for pattern, size in patterns.items()
         if matches(pattern, name)
     }
-    faults = at_once(files.folder, lambda name: group_order.fault(files, name, sizes[name]), list(sizes))
-    for name, fault in zip(sizes, faults, strict=True):
-        if fault:
-            yield Problem("order", name, fault)
+    found = at_once(files.folder, lambda name: fault(files, name, sizes[name]), list(sizes))
+    for name, what in zip(sizes, found, strict=True):
+        if what:
+            yield Problem(kind, name, what)
 
 
 def _unexpected(rules: Checkpoint, files: CheckpointFiles, expected: set[str]) -> Iterator[Problem]:

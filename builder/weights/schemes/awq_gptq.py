@@ -68,21 +68,23 @@ def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
             return Dequantise(of, scales_of, "packed8", None, zeros_of, groups, offset)
         return Transpose(Dequantise(values, scales, "gptq", None, zeros, groups, offset), 0, 1)
 
-    ignored = _zero_biases(model)
+    zeros = _zero_biases(model)
+    ignored = tuple(zeros)
     if not in_order:
-        return Scheme("gptq", holds, recipe, ignored)
-    return Scheme("gptq", holds, recipe, (*ignored, _G_IDX), groups_in_order={_G_IDX: max(0, group_size)})
+        return Scheme("gptq", holds, recipe, ignored, zeros=zeros)
+    return Scheme("gptq", holds, recipe, (*ignored, _G_IDX), groups_in_order={_G_IDX: max(0, group_size)}, zeros=zeros)
 
 
 _G_IDX = "*.g_idx"
 
 
-def _zero_biases(model: PreTrainedModel) -> tuple[str, ...]:
-    """Biases of linear layers that have none: AutoGPTQ stores zeros for them."""
-    layers = (
-        path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module.bias is None
-    )
-    return tuple(sorted({re.sub(r"\.\d+\.", ".*.", path) + ".bias" for path in layers}))
+def _zero_biases(model: PreTrainedModel) -> dict[str, int]:
+    """Biases of linear layers that have none, with their sizes (0: layers differ): AutoGPTQ stores zeros for them."""
+    found: dict[str, set[int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module.bias is None:
+            found.setdefault(re.sub(r"\.\d+\.", ".*.", path) + ".bias", set()).add(module.out_features)
+    return {pattern: min(sizes) if len(sizes) == 1 else 0 for pattern, sizes in sorted(found.items())}
 
 
 def _grouped(method: str, weight: Weight, options: Quantised, word: int) -> tuple[int, int, Read, Read]:

@@ -220,6 +220,7 @@ def test_bombs_do_not_open(name: str, tmp_path: Path) -> None:
         (Checkpoint(optional_prefixes=("a.",) * 33, prefixes={f"{i}.": "" for i in range(33)}), "66 prefixes"),
         (Checkpoint(ignored=("*",) * 4000, unused=("*",) * 1000), "5000 patterns"),
         (Checkpoint(groups_in_order={f"{i}": 1 for i in range(5000)}), "5000 patterns of groups"),
+        (Checkpoint(zeros={f"{i}": 1 for i in range(5000)}), "5000 patterns of zeros"),
         (Checkpoint(tied={f"{i}": "w" for i in range(2000)}), "2000 tied"),
     ],
 )
@@ -232,10 +233,17 @@ def test_rules_of_a_checkpoint_are_few(rules: Checkpoint, counted: str, tmp_path
     assert caught.value.code == "limit-exceeded"
 
 
-def test_groups_of_a_checkpoint_have_inputs(tmp_path: Path) -> None:
-    path = hostile.write(tmp_path / "x.bundle", hostile.params(1), Checkpoint(groups_in_order={"*": -1}))
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (Checkpoint(groups_in_order={"*": -1}), "groups of fewer than 0 inputs"),
+        (Checkpoint(zeros={"*": -1}), "tensors of fewer than 0 elements"),
+    ],
+)
+def test_sizes_of_a_checkpoint_are_not_below_0(rules: Checkpoint, message: str, tmp_path: Path) -> None:
+    path = hostile.write(tmp_path / "x.bundle", hostile.params(1), rules)
 
-    with pytest.raises(BundleError, match="groups of fewer than 0 inputs") as caught:
+    with pytest.raises(BundleError, match=message) as caught:
         Bundle.open(path)
 
     assert caught.value.code == "manifest-invalid"

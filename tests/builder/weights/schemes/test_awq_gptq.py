@@ -121,14 +121,15 @@ def test_groups_of_gptq_are_read_unless_the_config_says_that_they_are_in_order(
     assert ("*.g_idx" in rules.ignored) == bool(sizes)
 
 
-def test_biases_of_zeros_that_autogptq_stores_are_ignored() -> None:
+def test_biases_that_autogptq_stores_must_be_zeros() -> None:
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config_of("qwen2"))
 
-    ignored = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4}).known_names().ignored
+    rules = ModelCheckpoint(meta, {"quant_method": "gptq", "bits": 4}).known_names()
 
-    assert "model.layers.*.self_attn.o_proj.bias" in ignored
-    assert "model.layers.*.self_attn.q_proj.bias" not in ignored
+    assert rules.zeros["model.layers.*.self_attn.o_proj.bias"] == 64
+    assert "model.layers.*.self_attn.q_proj.bias" not in rules.zeros
+    assert rules.zeros.keys() <= set(rules.ignored)
 
 
 def test_gptq_of_some_modules(tmp_path: Path) -> None:
