@@ -80,10 +80,13 @@ _G_IDX = "*.g_idx"
 
 def _zero_biases(model: PreTrainedModel) -> dict[str, int]:
     """Biases of linear layers that have none, with their sizes (0: layers differ): AutoGPTQ stores zeros for them."""
+    layers = (
+        (path, module.out_features) for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.bias is None
+    )  # fmt: skip
     found: dict[str, set[int]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module.bias is None:
-            found.setdefault(re.sub(r"\.\d+\.", ".*.", path) + ".bias", set()).add(module.out_features)
+    for path, outputs in layers:
+        found.setdefault(re.sub(r"\.\d+\.", ".*.", path) + ".bias", set()).add(outputs)
     return {pattern: min(sizes) if len(sizes) == 1 else 0 for pattern, sizes in sorted(found.items())}
 
 
