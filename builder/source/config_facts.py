@@ -49,6 +49,8 @@ def _facts(source: Source) -> ConfigFacts:
     declared = _declared(type(text))
     spellings = _spellings(type(text), plain)
     quantisation = quantisation_entries(source.entries or source.config.to_dict(), part)
+    if not quantisation and (source.facts.quantisation or {}).get("quant_method") == "gptq":  # by its own file
+        quantisation = quantisation_entries({"quantization_config": source.facts.quantisation}, ())
     facts = ConfigFacts(known | quantisation, spellings=spellings, part=part)
     for name, value in known.items():
         outer, dot, _ = name.partition(".")

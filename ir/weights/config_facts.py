@@ -21,6 +21,8 @@ from precast.ir.nesting import is_too_deep
 from precast.ir.weights.sources import Folder, LocalFolder, as_folder, read_small
 
 CONFIG = "config.json"
+_GPTQ_CONFIG = "quantize_config.json"
+"""What says how a GPTQ checkpoint is quantised whose `config.json` doesn't."""
 ROPE = "rope_parameters"
 _QUANTISATION = "quantization_config"
 _QUANTISATION_NAMES = (_QUANTISATION, "compression_config")
@@ -70,6 +72,8 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str] | Folder
     WeightsError (`checkpoint-config`) for a `config.json` that cannot be read.
     """
     config = None if facts is None else read_config(checkpoint)
+    if facts is not None and config is not None and facts.values.get(f"{_QUANTISATION}.quant_method") == "gptq":
+        config = _with_gptqs_file(config, facts.part, checkpoint)
     found = [] if facts is None or config is None else differences(facts, config)
     if not found:
         return
@@ -88,15 +92,23 @@ def check(facts: ConfigFacts | None, checkpoint: str | os.PathLike[str] | Folder
     )
 
 
-def read_config(checkpoint: str | os.PathLike[str] | Folder) -> dict[str, Any] | None:
+def _with_gptqs_file(
+    config: dict[str, Any], part: tuple[str, ...], checkpoint: str | os.PathLike[str] | Folder
+) -> dict[str, Any]:
+    """The config with what GPTQ's own file says of quantisation, where it says nothing of it itself."""
+    said = None if quantisation_entries(config, part) else read_config(checkpoint, _GPTQ_CONFIG)
+    return config if said is None else config | {_QUANTISATION: {"quant_method": "gptq"} | said}
+
+
+def read_config(checkpoint: str | os.PathLike[str] | Folder, name: str = CONFIG) -> dict[str, Any] | None:
     """The `config.json` of a checkpoint: of a directory, of a file's directory, or of a folder; None without one.
 
-    Raises WeightsError (`checkpoint-config`), and what the folder raises.
+    `name`: that of another file beside it. Raises WeightsError (`checkpoint-config`), and what the folder raises.
     """
     folder = as_folder(checkpoint)
-    file = f"{folder.name.rstrip('/')}/{CONFIG}"
+    file = f"{folder.name.rstrip('/')}/{name}"
     try:
-        data = _content(folder)
+        data = _content(folder, name)
         if data is None:
             return None
         if len(data) > limits.MAX_CONFIG_BYTES:
@@ -113,19 +125,19 @@ def read_config(checkpoint: str | os.PathLike[str] | Folder) -> dict[str, Any] |
     return config
 
 
-def _content(folder: Folder) -> bytes | None:
+def _content(folder: Folder, name: str) -> bytes | None:
     if isinstance(folder, LocalFolder):
         # What stands there and is no file is an error: who put it there meant something.
         try:
-            return files.read_file(folder.root / CONFIG, limits.MAX_CONFIG_BYTES)
+            return files.read_file(folder.root / name, limits.MAX_CONFIG_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
             message = f"can't be read: {error.strerror}"
-            raise WeightsError("checkpoint-config", message, where=str(folder.root / CONFIG)) from None
-    if not folder.has(CONFIG):
+            raise WeightsError("checkpoint-config", message, where=str(folder.root / name)) from None
+    if not folder.has(name):
         return None
-    with folder.open(CONFIG) as source:
+    with folder.open(name) as source:
         return read_small(source, limits.MAX_CONFIG_BYTES)
 
 

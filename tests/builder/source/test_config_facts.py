@@ -12,7 +12,8 @@ import transformers
 
 from precast.builder.source.config_facts import config_facts
 from precast.builder.source.source import open_source
-from precast.ir.weights.config_facts import differences
+from precast.ir.errors import WeightsError
+from precast.ir.weights.config_facts import check, differences
 
 
 def raw(config: Any) -> dict[str, Any]:
@@ -45,6 +46,19 @@ def names(built_from: dict[str, Any], checkpoint: dict[str, Any], folder: Path) 
     """The entries in which a checkpoint's config differs from the one that was built from."""
     (folder / "config.json").write_text(json.dumps(built_from))
     return [each.name for each in differences(config_facts(open_source(folder)), checkpoint)]
+
+
+def test_the_format_of_gptq_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Of a checkpoint whose `config.json` says nothing of quantisation."""
+    said = {"bits": 4, "group_size": 16, "desc_act": False}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(said))
+    facts = config_facts(open_source(tmp_path))
+    check(facts, tmp_path)
+    (tmp_path / "quantize_config.json").write_text(json.dumps(said | {"checkpoint_format": "gptq_v2"}))
+
+    with pytest.raises(WeightsError, match='checkpoint_format: "gptq" in the bundle, "gptq_v2" here'):
+        check(facts, tmp_path)
 
 
 @pytest.mark.parametrize("built_from", [NEW, OLD], ids=["new", "old"])
