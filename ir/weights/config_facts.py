@@ -180,6 +180,8 @@ def quantisation_entries(config: Mapping[str, Any], part: tuple[str, ...]) -> di
     if not isinstance(found, Mapping):
         return {}
     named = {name: found[name] for name in _QUANTISATION_ENTRIES if name in found}
+    if found.get("quant_method") == "fp8":
+        named["activation_scheme"] = found.get("activation_scheme") or "dynamic"
     if found.get("quant_method") == "gptq":
         formats = {str(found[name]) for name in _GPTQ_FORMAT if found.get(name) is not None}
         named["checkpoint_format"] = " and ".join(sorted(formats)) or "gptq"

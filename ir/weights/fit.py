@@ -145,6 +145,8 @@ def _scale_problems(
 def _scales_by_other_names(rules: Checkpoint, files: CheckpointFiles) -> list[str]:
     """The tensors that are called as scales of cached keys and values are, but those of parts that aren't built."""
     named = [name for name in files.tensors if name.rpartition(".")[2] in ("k_scale", "v_scale")]
+    if len(named) * len(rules.unused) > limits.MAX_MATCHES:
+        return named
     return [name for name in named if not any(matches(pattern, name) for pattern in rules.unused)]
 
 

@@ -124,6 +124,17 @@ def test_the_format_of_gptq_has_two_names_and_a_default(said: dict[str, Any], fo
     assert [each.checkpoint for each in found] == ([] if form == "gptq" else [form])
 
 
+def test_inputs_of_fp8_are_rounded_by_scales_of_their_own_unless_the_config_says_static() -> None:
+    facts = ConfigFacts({"quantization_config.activation_scheme": "dynamic"})
+
+    def found(**said: Any) -> list[Any]:
+        config = {"quantization_config": {"quant_method": "fp8"} | said}
+        return [each.checkpoint for each in differences(facts, config)]
+
+    assert found() == found(activation_scheme=None) == found(activation_scheme="dynamic") == []
+    assert found(activation_scheme="static") == ["static"]
+
+
 def test_entries_are_flat_and_have_an_encoding() -> None:
     odd = {
         "nested": {"a": [{"b": 1}, {"b": [1, 2]}], "dropout": 1},
