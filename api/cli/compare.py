@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ def difference(first: Bundle, second: Bundle) -> Report:
         *_differing("manifest", _manifest(first), _manifest(second)),
         *_differing("config", _config(first), _config(second)),
         *_differing("pass", _passes(first), _passes(second)),
-        *_differing("param", _params(first.graph), _params(second.graph)),
+        *_of_all_layers(_params(first.graph), _params(second.graph)),
         *_differing("cache group", _groups(first.graph), _groups(second.graph)),
         *_differing("graph", _parts(first.graph), _parts(second.graph)),
         *_differing("block", _blocks(first.graph), _blocks(second.graph)),
@@ -53,9 +54,12 @@ def _config(bundle: Bundle) -> dict[str, str]:
 
 
 def _passes(bundle: Bundle) -> dict[str, str]:
+    """What each pass did, and which one is the next where that is another."""
+    records = bundle.manifest.passes
+    after = [*(record.name for record in records[1:]), "the end"]
     return {
-        f"{place} {record.name}": msgspec.json.encode({"version": record.version, "ops": record.delta}).decode()
-        for place, record in enumerate(bundle.manifest.passes)
+        record.name: msgspec.json.encode({"version": record.version, "ops": record.delta, "next": following}).decode()
+        for record, following in zip(records, after, strict=True)
     }
 
 
@@ -98,6 +102,19 @@ def _signature(block: Block) -> Iterator[str]:
 
 def _files(bundle: Bundle) -> dict[str, str]:
     return {blob.name: f"{blob.digest}, {blob.size} bytes" for blob in bundle.manifest.blobs}
+
+
+def _of_all_layers(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[str]:
+    """Params that differ; those that differ alike but for a number in their names (a layer, an expert) in one line."""
+    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for name in dict.fromkeys((*a, *b)):
+        if a.get(name) != b.get(name):
+            said = (name, _text(a.get(name)), _text(b.get(name)))
+            alike.setdefault(tuple(re.sub(r"\.\d+\.", ".*.", each) for each in said), []).append(said)
+    for folded, several in alike.items():
+        name, one, two = folded if len(several) > 1 else several[0]
+        count = f" ({len(several)} alike)" if len(several) > 1 else ""
+        yield f"{shown(f'param {name}')}{count}: {one} -> {two}"
 
 
 def _differing(kind: str, a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:

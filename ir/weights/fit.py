@@ -230,20 +230,24 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
 def require(
     graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, whole: schema.Graph | None = None
 ) -> dict[str, StoredTensor]:
-    """The stored tensor of every name that the graph's recipes read, and under the first name of each scale that which
-    it is, if it is there. Raises what `check` raises.
+    """The stored tensor of every name that the graph's recipes read, in the shape that they read, and under the first
+    name of each scale that which it is, if it is there. Raises what `check` raises.
 
     `whole`: the graph of all ranks, if this one's reads a part of the tensors: those are what is checked.
     """
     check(whole or graph, rules, files)
-    dtypes = {read.tensor: read.dtype for param in graph.params for read in each_leaf(param.recipe)}
-    found = {name: resolve(name, files.tensors, rules) for name in sorted(dtypes)}
+    reads = {read.tensor: read for param in graph.params for read in each_leaf(param.recipe)}
+    found = {name: resolve(name, files.tensors, rules) for name in sorted(reads)}
     for param in graph.params:
         if isinstance(param.recipe, schema.Scale):
             found[param.recipe.tensors[0]] = scale_tensor(param.recipe, files.tensors, rules)
     made = {name: files.tensors[stored] for name, stored in found.items() if stored is not None}
-    seen = {name: _SEEN_AS[dtype] for name, dtype in dtypes.items() if dtype in _SEEN_AS}
-    return made | {name: msgspec.structs.replace(made[name], dtype=dtype) for name, dtype in seen.items()}
+    return made | {name: _as_read(made[name], read) for name, read in reads.items()}
+
+
+def _as_read(stored: StoredTensor, read: schema.Read) -> StoredTensor:
+    """A stored tensor as a recipe takes it."""
+    return msgspec.structs.replace(stored, shape=read.shape, dtype=_SEEN_AS.get(read.dtype, stored.dtype))
 
 
 def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
@@ -256,7 +260,7 @@ def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
 
 
 def _mismatches(read: schema.Read, name: str, stored: StoredTensor) -> Iterator[Problem]:
-    if stored.shape != read.shape:
+    if stored.shape != read.shape and {*stored.shape, *read.shape} != {1}:  # one number, as `[]`, `[1]` or `[1, 1]`
         yield Problem("shape", name, f"expected {shape_text(read.shape)}, found {shape_text(stored.shape)}")
     taken = _TAKEN[read.dtype] if read.dtype in _TAKEN else (str(read.dtype),)
     if stored.dtype not in taken:

@@ -332,12 +332,26 @@ def test_bundles_that_differ(bundle: Path, other_bundle: Path, command: Command)
     assert 'manifest model.dtype: "float32" -> "bfloat16"' in lines
     assert "manifest model.max_seq_len: 1024 -> 200" in lines
     assert any(line.startswith("param model.norm.weight: float32[128] = ") for line in lines)
+    (line,) = [line for line in lines if line.startswith("param model.layers.*.input_layernorm.weight (4 alike): ")]
+    assert line.count('"model.layers.*.input_layernorm.weight"') == 2
     assert any(line.startswith("cache group full: 4 layers") and '"page_size":48' in line for line in lines)
     (line,) = [line for line in lines if line.startswith("block layer1: ")]
     assert re.match(r"block layer1: \d+ lines differ: %\S+: float32\[.* -> %\S+: bfloat16\[", line)
     assert {line.split()[1] for line in lines if line.startswith("file ")} == {"graph:"}
     assert [line for line in lines if line.startswith("graph capture")] == []
     assert command("diff", bundle, other_bundle).stdout.splitlines() == lines
+
+
+def test_a_pass_that_was_left_out_is_named_alone(bundle: Path) -> None:
+    """Those behind it are still the same."""
+    first = Bundle.open(bundle)
+    passes = first.manifest.passes
+    manifest = msgspec.structs.replace(first.manifest, passes=(*passes[:3], *passes[4:]))
+
+    lines = difference(first, msgspec.structs.replace(first, manifest=manifest, digest="another")).fields["differences"]
+
+    assert [line.partition(":")[0] for line in lines] == sorted(f"pass {passes[place].name}" for place in (2, 3))
+    assert f"pass {passes[3].name}: " in lines[0] + lines[1]
 
 
 def test_capture_plans_that_differ(bundle: Path) -> None:

@@ -105,6 +105,15 @@ def test_no_other_dtype_will(dtype: str) -> None:
     assert dtype in problem.message
 
 
+@pytest.mark.parametrize(("wanted", "found"), [((), (1,)), ((1,), ()), ((1, 1), (1,)), ((1,), (1, 1, 1))])
+def test_one_number_has_any_shape_of_ones(wanted: tuple[int, ...], found: tuple[int, ...]) -> None:
+    param = Param("scale", TensorType("float32", wanted), Read("s", wanted, "float32"))
+    graph, files = replace(tiny_graph(), params=(param,)), CheckpointFiles(LocalFolder("/ckpt"), {"s": stored(found)})
+
+    assert fit.problems(graph, NO_RULES, files) == []
+    assert fit.require(graph, NO_RULES, files)["s"].shape == wanted
+
+
 @pytest.mark.parametrize("shape", [(), (8,), (1, 16), (16, 1)])
 def test_wrong_shape(shape: tuple[int, ...]) -> None:
     problems = fit.problems(tiny_graph(), NO_RULES, fitting(**{NORM: stored(shape)}))
