@@ -282,8 +282,8 @@ def test_a_rounded_input_is_multiplied_by_triton(weight: str, activation: str) -
     ],
 )  # fmt: skip
 def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation: str, scales: str) -> None:
-    """From 65 tokens on: the input is rounded, and then multiplied."""
-    given = use(weight, 6144, activation=activation, target=GPU.without_torch)
+    """From 65 tokens on, of a layer that has more outputs than clusters share: it is rounded, and then multiplied."""
+    given = use(weight, 16384, activation=activation, target=GPU.without_torch)
     found = {case.sizes["T"][0]: case.choice.record for case in cases(given)}
     record = found[65]
     rounding, product = record.runs(given)  # type: ignore[operator]
@@ -295,7 +295,7 @@ def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation:
     assert product.kernel.endswith(".cublaslt:ScaledProduct")
     assert product.library
     assert product.constants == {
-        "dtype": "bfloat16", "outputs": 6144, "inputs": 4096, "bias": False, "workspace_bytes": 16 << 20,
+        "dtype": "bfloat16", "outputs": 16384, "inputs": 4096, "bias": False, "workspace_bytes": 16 << 20,
         "scales": scales,
     }  # fmt: skip
 
@@ -425,12 +425,12 @@ def test_a_step_of_one_of_two_ranks_is_launches() -> None:
 )
 def test_float8_of_one_of_two_ranks_is_cublaslt_s(weight: str, activation: str) -> None:
     half = half_of(use(weight, HALVED, activation=activation))
-    rounding, product = next(iter(step_launches(half, GPU.without_torch, {"T": 98}))).launches
+    rounding, product = next(iter(step_launches(half, GPU.without_torch, {"T": 298}))).launches
 
     assert rounding.launch.kernel.endswith(":round_kernel")
     assert product.launch.constants["outputs"] == 2048
-    assert product.args[-1] == 98
-    assert (product.key, product.grid) == ("", (98, 1, 1))
+    assert product.args[-1] == 298
+    assert (product.key, product.grid) == ("", (298, 1, 1))
 
 
 @pytest.mark.parametrize("weight", ALL)

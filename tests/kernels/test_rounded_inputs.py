@@ -128,16 +128,16 @@ def test_rounded_rows_are_multiplied_where_they_lie_without_torch(how: str) -> N
     """In blocks of four of them: copies of the last are in the workspace, as the launch in front puts them there."""
     graph = with_rounded_inputs(wide("norm", 512, how), GPU)
 
-    norm, layer = step_launches(graph, GPU.without_torch, {"T": 66})
+    norm, layer = step_launches(graph, GPU.without_torch, {"T": 258})
 
     (rounding,), (lay, product) = norm.launches, layer.launches
     values, scales = rounding.args[:2]
     _, input, _, _, _, of_input, _, last, spare, rows = product.args
     laid, copied, _, laid_from, copied_from, _, rows_laid = lay.args
-    assert (input, copied_from, laid_from, rows, rows_laid) == (values, values, scales, 66, 66)
+    assert (input, copied_from, laid_from, rows, rows_laid) == (values, values, scales, 258, 258)
     assert (laid, copied) == (of_input, last)
     begins = [each.offset for each in (last, of_input, spare) if isinstance(each, Address)]
-    assert begins == [0, 4 * 512, 4 * 512 + 1280]
+    assert begins == [0, 4 * 512, 4 * 512 + 4352]
 
 
 def test_layers_of_sizes_that_are_not_known_at_load_are_the_definition_s() -> None:
