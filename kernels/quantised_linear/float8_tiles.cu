@@ -1,13 +1,13 @@
 // product_float8: y[m, n] = sum over k of x[m, k] * w[n, k], for 9 to 256 rows of x, both of float8_e4m3fn with scales.
 //
-// Tiles of 128 rows of w and of COLUMNS rows of x, over 128 k at a time. Two warps copy rows of w into a ring in shared memory, and
-// two those of x, both in the order in which the tensor cores read them (wgmma). Two warp groups multiply, each 64 rows of
-// a tile. What they sum over 128 k is added to sums in float32, times scales if BLOCKS have them: the tensor cores alone
-// keep 14 digits of a sum.
+// Tiles of 128 rows of w and of COLUMNS rows of x, over 128 k at a time. Two warps copy rows of w into a ring in shared
+// memory, and two those of x, both in the order in which the tensor cores read them (wgmma). Two warp groups multiply,
+// each 64 rows of a tile. What they sum over 128 k is added to sums in float32, times scales if BLOCKS have them: the
+// tensor cores alone keep 14 digits of a sum.
 //
-// A cluster takes a tile, and each of its blocks as many k as the others. In the end a block is given what the others have
-// of its share of the sums, and adds them in the order of the blocks: a row of y has the same bits whatever the other
-// rows are. Where there are more tiles than multiprocessors, a block takes several.
+// A cluster takes a tile, and each of its blocks as many k as the others. In the end a block is given what the others
+// have of its share of the sums, and adds them in the order of the blocks: a row of y has the same bits whatever the
+// other rows are. Where there are more tiles than multiprocessors, a block takes several.
 //
 // Programmatic dependent launch: the next kernel may start at once, and the ring begins to be filled with w before the
 // wait. Weights, their scales and bias must not be written by a kernel in front.
@@ -228,7 +228,8 @@ __device__ __forceinline__ void finish(Element* y, u32 base, const Weight& w, co
 
 // Each block is given a share of the fours of all: every CLUSTER-th. Writes those that it has then.
 __device__ __forceinline__ void join(
-    Element* y, u32 base, const Weight& w, float (&sums)[SUMS], const Row (&own_rows)[2], int row, int column, int rows) {
+    Element* y, u32 base, const Weight& w, float (&sums)[SUMS], const Row (&own_rows)[2], int row, int column,
+    int rows) {
   const int rank = blockIdx.x % CLUSTER;
   const auto place_from = [&](int source, int four) {    // of a block that gives
     return base + GIVEN + ((source * SHARE + four / CLUSTER) * MULTIPLYING + threadIdx.x) * 16;
