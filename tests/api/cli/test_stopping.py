@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,30 @@ def left_behind(process: subprocess.Popen[bytes], folder: Path) -> list[str]:
     """Temporary files, shared memory and processes that are there after the end."""
     found = [str(file) for file in folder.rglob("*")]
     found += [name for name in os.listdir("/dev/shm") if str(process.pid) in name.split("_")]
-    try:
-        os.killpg(process.pid, 0)
-        found.append("processes")
-    except ProcessLookupError:
-        pass
+    return found + [f"process {member}" for member in members(process.pid) if not ends(member)]
+
+
+def members(group: int) -> list[int]:
+    """The processes of this group, also those that have ended and wait for whoever inherited them."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has gone meanwhile
+            after_the_name = file.read_text().rpartition(")")[2].split()
+            if int(after_the_name[2]) == group:
+                found.append(int(file.parent.name))
     return found
+
+
+def ends(pid: int) -> bool:
+    """Whether the process ends; one that was killed takes a moment."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], LONG)[0])
+    finally:
+        os.close(descriptor)
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc")
@@ -175,6 +194,23 @@ def test_a_signal_while_a_codec_is_imported_ends_it(number: signal.Signals, word
     ran = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
 
     assert (ran.returncode, ran.stdout, ran.stderr) == (CODES[number], "", f"\n{word}\n")
+
+
+STARTS = """
+import signal, subprocess, sys
+from precast.cli.stopping import ends_at_once
+with ends_at_once():
+    subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@needs_proc
+def test_a_process_that_was_started_ends_as_well() -> None:
+    """It holds the pipe of stdout open for as long as it lives."""
+    ran = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, timeout=LONG)
+
+    assert ran.returncode == CODES[signal.SIGTERM]
 
 
 def test_handlers_are_what_they_were_afterwards() -> None:
