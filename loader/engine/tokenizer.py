@@ -31,6 +31,8 @@ _CHARACTER_TOKENS = 4
 """A character is at most 4 bytes, and so at most 4 tokens."""
 _MOST_PENDING = 2 * _CHARACTER_TOKENS
 """Tokens whose text is kept back while they end in what may become a character: more than any character has."""
+_LONG = 10_000
+"""Characters of a text that takes some 10 ms to encode."""
 _MAX_ID = 2**32 - 1
 """The largest token id that the library knows."""
 
@@ -97,11 +99,17 @@ class Tokenizer:
             raise RequestError(
                 "prompt-invalid", f"the text has a lone surrogate at character {error.start}, expected Unicode text"
             ) from error
-        encoding = _ask("can't encode with it", lambda: self._inner.encode(text, add_special_tokens=add_special_tokens))
+        encoding = _ask("can't encode with it", lambda: self._encoded(text, add_special_tokens))
         ids, is_added = encoding.ids, encoding.special_tokens_mask
         front = is_added.index(0) if 0 in is_added else 0
         is_doubled = ids[front : 2 * front] == ids[:front] and not any(is_added[front : 2 * front])
         return ids[front:] if is_doubled else ids
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """A long text as a batch of one, which the library encodes without holding up other threads."""
+        if len(text) < _LONG:
+            return self._inner.encode(text, add_special_tokens=add_special_tokens)
+        return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids; special tokens, and ids that the tokenizer doesn't know, are left out.

@@ -53,6 +53,14 @@ def test_text_gets_the_special_tokens_of_its_tokenizer() -> None:
     assert BYTES.decode(BYTES.encode("hello world")) == "hello world"
 
 
+def test_a_long_text_is_encoded_as_a_short_one() -> None:
+    words = BYTES.encode("hello world", add_special_tokens=False)
+    long = BYTES.encode("hello world" * 2000)
+
+    assert long == [0] + words * 2000
+    assert BYTES.encode("hello world" * 2000, add_special_tokens=False) == words * 2000
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied() -> None:
     plain = BYTES.encode("hello world")
     assert tokenizer(with_padding_and_truncation(byte_level())).encode("hello world") == plain
