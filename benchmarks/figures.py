@@ -339,6 +339,31 @@ def registry_page() -> str:
     return text
 
 
+def serving_page() -> str:
+    """The figures of docs/serving.md."""
+    found = result("serve")
+    streams, engine = found["streams"], found["beside_the_engine"]
+    idle, beside = found["probes_idle"], found["probes_beside_texts_of_5_mb"]
+    steps = {name: each["driver"]["decode_ms"]["256"] for name, each in result("gpu_served").items() if name in _DENSE}
+    drawn = " and ".join(f"{_DENSE[name]} {256_000 / steps[name]:,.0f}" for name in _DENSE)
+    rows = [
+        (f"tokens a second, in {streams['streams']} streams", f"{streams['tokens_per_second']:,}",
+         f"what an {place('gpu_served')} draws for as many sequences of Llama-3.1-8B: {drawn}"),
+        (f"{engine['answers']} answers of {engine['tokens']} tokens of a tiny model, with who asks on the same cores",
+         f"{engine['seconds']:.2f} s", f"`engine.generate` alone: {engine['generate_seconds']:.2f} s"),
+        ("`/health` while texts of 5 MB are encoded: median, 99 %, the longest", _milliseconds(beside["milliseconds"]),
+         f"without them: {_milliseconds(idle)}"),
+    ]  # fmt: skip
+    return f"On {_machine('serve')}; `benchmarks/bench_serve.py`.\n\n" + _table(("what", "", "beside it"), rows)
+
+
+_DENSE = {"llama-3.1-8b": "in bfloat16", "llama-3.1-8b-fp8": "in FP8"}
+
+
+def _milliseconds(found: dict[str, float]) -> str:
+    return f"{found['median']:.1f}, {found['p99']:.1f}, {found['most']:.0f} ms"
+
+
 def trust_page() -> str:
     """The figures of docs/trust.md."""
     found = result("trust")
@@ -499,6 +524,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/native.md": native_page,
     "docs/quantisation.md": few_bits_page,
     "docs/registry.md": registry_page,
+    "docs/serving.md": serving_page,
     "docs/sharding.md": sharding_page,
     "docs/start.md": start_page,
     "docs/steps.md": steps_page,

@@ -137,6 +137,7 @@ CODES: dict[str, str] = {
     "host-memory": "the host has not the memory that goes to the device",
     "implementation-missing": "no implementation computes a node on this target",
     "native-refused": "a native layer was asked for by its digest, and can't be used on this machine",
+    "engine-failed": "the process of a server's engine has ended",
     "group-missing": "a collective in the graph is about ranks that this one is not connected with",
     # --- ranks ------------------------------------------------------------------------------------------------
     "rank-missing": "a rank did not come to the others in time",
@@ -144,7 +145,7 @@ CODES: dict[str, str] = {
     "rank-lost": "a rank has ended, and the others with it",
     "rank-failed": "a rank has failed with an error of another kind",
     "ranks-differ": "the ranks are not of one kind: bundles, options, releases or devices differ",
-    "port-taken": "the port that ranks were to meet at is taken",
+    "port-taken": "the port that ranks were to meet at, or a server was to listen on, is taken",
 }
 
 FIXES: dict[str, str] = {

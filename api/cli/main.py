@@ -9,6 +9,7 @@ from precast.cli.commands.building import build
 from precast.cli.commands.looking import diff, digest, inspect
 from precast.cli.commands.measuring import bench, doctor, seal
 from precast.cli.commands.running import run
+from precast.cli.commands.serving import serve
 from precast.cli.commands.sharing import find, link, pull, push, store
 from precast.cli.commands.trusting import attest, sign, verify
 from precast.cli.verbs import Verbs
@@ -18,7 +19,7 @@ COMMANDS = (
     *(verify, sign, attest),
     *(push, pull, link, find, store),
     *(doctor, bench, seal),
-    run,
+    *(run, serve),
 )
 """In the order of a bundle's life."""
 

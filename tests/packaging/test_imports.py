@@ -163,5 +163,9 @@ def test_prompts_and_sampling_options_need_neither() -> None:
     assert tops(loaded) <= LIGHT
 
 
+def test_the_process_that_speaks_http_imports_no_torch() -> None:
+    assert not inside(loaded_by("precast.serve.serving"), "torch", "transformers", "triton", "pydantic")
+
+
 def test_every_listed_package_is_importable(package_dirs: dict[str, str]) -> None:
     assert set(package_dirs) <= loaded_by(*package_dirs)

@@ -24,7 +24,7 @@ from precast.ir.errors import CODES
 
 VERBS = (
     *("attest", "bench kernels", "bench startup", "build", "diff", "digest", "doctor", "find", "inspect", "link"),
-    *("pull", "push", "run", "seal", "sign", "store gc", "store ls", "store verify", "verify"),
+    *("pull", "push", "run", "seal", "serve", "sign", "store gc", "store ls", "store verify", "verify"),
 )
 TRUST = {
     "portable": {"admitted": True, "rule": None, "why": "portable layers are data, and taken from anyone"}
@@ -738,7 +738,7 @@ def test_help_lists_verbs_in_the_order_of_use() -> None:
     listed = main.list_commands(click.Context(main))
 
     assert listed[0] == "build"
-    assert listed[-1] == "run"
+    assert listed[-2:] == ["run", "serve"]
     assert sorted(listed) == sorted(main.commands)
 
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from file_server import Request, ranged, serving, silent
+from process_ends import LONG, ends, members
 from recitation import MODEL
 
 from precast.cli.stopping import ends_at_once
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 MOMENTS = 30
-LONG = 300.0
-"""Seconds after which a test gives up on a process."""
 
 
 @contextmanager
@@ -77,29 +75,6 @@ def left_behind(process: subprocess.Popen[bytes], folder: Path) -> list[str]:
     found = [str(file) for file in folder.rglob("*")]
     found += [name for name in os.listdir("/dev/shm") if str(process.pid) in name.split("_")]
     return found + [f"process {member}" for member in members(process.pid) if not ends(member)]
-
-
-def members(group: int) -> list[int]:
-    """The processes of this group, also those that have ended and wait for whoever inherited them."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has gone meanwhile
-            after_the_name = file.read_text().rpartition(")")[2].split()
-            if int(after_the_name[2]) == group:
-                found.append(int(file.parent.name))
-    return found
-
-
-def ends(pid: int) -> bool:
-    """Whether the process ends; one that was killed takes a moment."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], LONG)[0])
-    finally:
-        os.close(descriptor)
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc")

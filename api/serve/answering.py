@@ -1,0 +1,149 @@
+"""From a request that is understood to its answer: whole, or as a stream of events. Who hangs up cancels it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from precast.ir.errors import TargetError
+from precast.serve.link import Answers
+from precast.serve.meters import Watch
+from precast.serve.replies import DONE, Part, Reply, Usage, error, streamed
+
+PING_SECONDS = 15.0
+"""A stream that has nothing to say for so long sends a comment, so that nobody on the way takes it for dead."""
+T = TypeVar("T")
+
+
+class Expected(NamedTuple):
+    """A request's answers that are to come.
+
+    `echoes` are put in front of them; `num_prompt_tokens` is of all prompts. `release` is called when all is over.
+    """
+
+    answers: Answers
+    reply: Reply
+    watches: Sequence[Watch]
+    echoes: Sequence[str]
+    num_prompt_tokens: int
+    release: Callable[[], object]
+
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return Usage(self.num_prompt_tokens, sum(watch.num_tokens for watch in self.watches))
+
+
+async def whole(expected: Expected, receive: Receive) -> Response:
+    """All answers, once they have ended. Raises TargetError where one ends with an error."""
+    try:
+        texts = await _unless_gone(_collected(expected), receive)
+    finally:
+        expected.answers.cancel()
+        expected.release()
+    if texts is None:
+        return Response(status_code=499)  # nobody reads it
+    return Response(expected.reply.whole(texts, expected.usage()), media_type="application/json")
+
+
+class EventStream(Response):
+    """The answers as server-sent events, as they grow."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, expected: Expected) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._expected = expected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them, until they have ended or the client is gone."""
+        last_sent = [asyncio.get_running_loop().time()]
+
+        async def body(chunk: bytes) -> None:
+            last_sent[0] = asyncio.get_running_loop().time()
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+        pings = asyncio.ensure_future(_ping(body, last_sent))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if await _unless_gone(self._stream(body), receive):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:  # the client is gone
+            pass
+        finally:
+            pings.cancel()
+            self._expected.answers.cancel()
+            self._expected.release()
+
+    async def _stream(self, body: Callable[[bytes], Awaitable[None]]) -> bool:
+        expected, reply = self._expected, self._expected.reply
+        for index, echo in enumerate(expected.echoes):
+            if chunk := reply.first(index, echo):
+                await body(chunk)
+        try:
+            async for index, part in _parts(expected):
+                if chunk := reply.more(index, part):
+                    await body(chunk)
+        except TargetError as failed:
+            await body(streamed(error(failed.message, kind="server_error", code=failed.code)))
+        else:
+            if reply.has_usage:
+                await body(reply.usage(expected.usage()))
+        await body(DONE)
+        return True
+
+
+async def _collected(expected: Expected) -> list[Part]:
+    texts = [[echo] for echo in expected.echoes]
+    ids: list[list[int]] = [[] for _ in texts]
+    reasons: list[str | None] = [None] * len(texts)
+    async for index, (text, token_ids, reason) in _parts(expected):
+        texts[index].append(text)
+        ids[index] += token_ids
+        reasons[index] = reason
+    return [Part("".join(parts), all_ids, why) for parts, all_ids, why in zip(texts, ids, reasons, strict=True)]
+
+
+async def _parts(expected: Expected) -> AsyncIterator[tuple[int, Part]]:
+    """What comes of each answer, and which one it is. Raises TargetError where one ends with an error."""
+    async for index, told in expected.answers.events():
+        watch = expected.watches[index]
+        watch.tokens(len(told.token_ids))
+        if told.error is not None:
+            raise TargetError(told.error.code, told.error.message)
+        if told.finish_reason is not None:
+            watch.ended()
+        yield index, Part(told.text, told.token_ids, told.finish_reason)
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """What the work gives; None where the client is gone first, and the work cancelled."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client has hung up."""
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def _ping(body: Callable[[bytes], Awaitable[None]], last_sent: list[float]) -> None:
+    while True:
+        silent = asyncio.get_running_loop().time() - last_sent[0]
+        if silent >= PING_SECONDS:
+            await body(b": waiting\n\n")
+        await asyncio.sleep(max(PING_SECONDS - silent, 0.1))

@@ -1,0 +1,145 @@
+"""The server's process from its first line to its last: listen, load, serve, drain, end.
+
+The port answers from the beginning: that the model is loading is an answer, too. SIGTERM and Ctrl-C end it in order:
+it is not ready any more, new requests are turned away, and those that run are answered, for some time at most. A second
+signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
+
+import uvicorn
+import uvloop
+
+from precast.ir.errors import TargetError
+from precast.serve.app import App, Options, generation_defaults
+from precast.serve.link import Link
+from precast.serve.messages import Load
+from precast.serve.prompts import Prompts
+
+LOOKS_SECONDS = 0.05
+"""How often a server that is to end looks whether the last answer has."""
+
+
+class Place(NamedTuple):
+    """Where the server listens, and for how long it lets answers end."""
+
+    host: str
+    port: int
+    shutdown_seconds: float
+
+
+def serve(load: Load, options: Options, place: Place, *, say: Callable[[str, str], None]) -> None:
+    """Serve until a signal comes. `say` is called with an event's name and what there is to say: `listening` with the
+    address, `ready`, `draining`.
+
+    Raises what ends the engine: BundleError, WeightsError and others of `precast.load`, TargetError (`engine-failed`);
+    RequestError (`port-taken`) where it can't listen.
+    """
+    with _listening(place) as listener:
+        say("listening", _address(listener))
+        uvloop.run(_serve(listener, load, options, place, say))
+
+
+async def _serve(
+    listener: socket.socket, load: Load, options: Options, place: Place, say: Callable[[str, str], None]
+) -> None:
+    link = Link()
+    app = App(link, options)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", server_header=False,
+        timeout_graceful_shutdown=2, timeout_keep_alive=75,
+    )  # fmt: skip
+    server = _Server(config, app, place.shutdown_seconds, say)
+    engine = asyncio.create_task(link.run(load))
+    prepare = asyncio.create_task(_prepare(link, app, say))
+    try:
+        watch = asyncio.create_task(_end_when_lost(link, server))
+        await server.serve(sockets=[listener])
+        watch.cancel()
+    finally:
+        await link.close(at_once=server.force_exit)
+        for task in (prepare, engine):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    if link.failed is not None:
+        raise link.failed
+
+
+async def _prepare(link: Link, app: App, say: Callable[[str, str], None]) -> None:
+    """Read the tokenizer while the weights are read, and say when all is there."""
+    async with link.changed:
+        await link.changed.wait_for(lambda: link.opened or link.failed)
+    if link.opened is None:
+        return
+    files = link.opened.files
+    app.defaults = generation_defaults(files)
+    prompts = await asyncio.to_thread(Prompts, files)
+    async with link.changed:
+        await link.changed.wait_for(lambda: link.ready or link.failed)
+    if link.ready is not None and link.failed is None:
+        app.prompts = prompts
+        say("ready", f"{link.ready.seconds:.2f}")
+
+
+async def _end_when_lost(link: Link, server: _Server) -> None:
+    """A server whose engine is lost ends, so that whoever started it starts another one."""
+    async with link.changed:
+        await link.changed.wait_for(lambda: link.failed)
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which answers before it ends."""
+
+    def __init__(
+        self, config: uvicorn.Config, app: App, shutdown_seconds: float, say: Callable[[str, str], None]
+    ) -> None:
+        super().__init__(config)
+        self._app = app
+        self._shutdown_seconds = shutdown_seconds
+        self._say = say
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first drains, the second ends."""
+        if self._app.drains:
+            self.should_exit = self.force_exit = True
+            return
+        self._app.drains = True
+        self._say("draining", str(self._app.num_open))
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(lambda: setattr(self, "_draining", loop.create_task(self._drain())))
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._shutdown_seconds
+        while self._app.num_open and loop.time() < until:
+            await asyncio.sleep(LOOKS_SECONDS)
+        self.force_exit = self._app.num_open > 0
+        self.should_exit = True
+
+
+def _listening(place: Place) -> socket.socket:
+    """A socket that listens. Raises TargetError (`port-taken`) where it can't."""
+    try:
+        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+        listener = socket.create_server((place.host, place.port), family=family, backlog=2048)
+    except OSError as error:
+        raise TargetError(
+            "port-taken", f"the server can't listen on port {place.port} of {place.host}: {error.strerror}",
+            fix="give another --port, or another --host",
+        ) from None  # fmt: skip
+    listener.setblocking(False)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
