@@ -57,9 +57,21 @@ def _check_modelopt(file: str, added: Mapping[str, Any], said: Mapping[str, Any]
     listed = [set(map(str, each if isinstance(each, list) else [each])) for each in kept]
     if None not in kept and listed[0] != listed[1]:
         raise _contradicts(f"but for other layers in {file} (such as {min(listed[0] ^ listed[1])}) than", where)
+    formats = [_formats(each.get("quantized_layers")) for each in (said, added)]
+    if all(formats) and formats[0] != formats[1]:
+        layer = min(name for name, _ in formats[0] ^ formats[1])
+        raise _contradicts(f"with other formats of layers in {file} (such as of {layer}) than", where)
     one, other = _of_keys(said), _of_keys(added)
     if None not in (one, other) and one != other:
         raise _contradicts(f"with keys and values of {other} in {file}, and of {one}", where)
+
+
+def _formats(layers: object) -> set[tuple[str, str]]:
+    """What ModelOpt says of each layer, where their formats differ: its name, and the format."""
+    if not isinstance(layers, Mapping):
+        return set()
+    of_each = {str(name): each.get("quant_algo") for name, each in layers.items() if isinstance(each, Mapping)}
+    return {(name, str(format)) for name, format in of_each.items()}
 
 
 _TWICE = ("bits", "group_size", "desc_act", "zero_point", "checkpoint_format")

@@ -20,7 +20,7 @@ from recitation import MODEL
 from precast.cli.stopping import ends_at_once
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-MOMENTS = 30
+MOMENTS = 16
 
 
 @contextmanager

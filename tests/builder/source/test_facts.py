@@ -449,6 +449,11 @@ def test_files_that_contradict_the_config(
             "with keys and values of INT8 in hf_quant_config.json, and of float8_e4m3fn in config.json",
         ),
         ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "NVFP4"}, "values of NVFP4 in"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}},
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
+            r"quantised with other formats of layers in hf_quant_config.json \(such as of a\) than in config.json",
+        ),
         ({"exclude_modules": []}, {}, r"ignore = \['lm_head'\] and exclude_modules = \[\]: both are names of one"),
     ],
 )  # fmt: skip
