@@ -65,13 +65,13 @@ while True:
 """
 STAND_IN_SERVER = """
 import functools, sys
-from precast.serve import serving
+from precast.serve import http_process
 from precast.serve.app import Options
 from precast.serve.link import Link
 from precast.serve.messages import Load
-serving.Link = functools.partial(Link, (sys.executable, "-c", sys.argv[1]))
+http_process.Link = functools.partial(Link, (sys.executable, "-c", sys.argv[1]))
 say = lambda event, value: print('{"event": "%s", "value": "%s"}' % (event, value), flush=True)
-serving.serve(Load("", None, {}), Options(("m",), 10_000, 300.0), serving.Place("127.0.0.1", 0, 5.0), say=say)
+http_process.serve(Load("", None, {}), Options(("m",), 10_000, 300.0), http_process.Place("127.0.0.1", 0, 5.0), say=say)
 """
 GENERATE = """
 import json, sys, time

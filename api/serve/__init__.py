@@ -6,5 +6,5 @@ other has the engine, whose steps nothing there holds up. They share a socket th
     HTTP -> requests (what a body may say) -> prompts, chat (token ids) -> link ==socket==> engine_process -> Engine
     HTTP <- replies  (what a client reads) <-  answering                <- link <==socket== engine_process <- events
 
-`app` has the routes, `serving` the process from its first line to its last.
+`app` has the routes, `http_process` is what runs from the first line to the last.
 """

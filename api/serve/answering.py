@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
@@ -17,13 +16,36 @@ from precast.serve.replies import DONE, Part, Reply, Usage, error, streamed
 
 PING_SECONDS = 15.0
 """A stream that has nothing to say for so long sends a comment, so that nobody on the way takes it for dead."""
+UNREAD_SECONDS = 60.0
+"""For which a client may not read; it is taken for gone then."""
 T = TypeVar("T")
+
+
+class Place:
+    """Room for a request's answers: `free` it when the engine has ended them, `leave` when the client has them, too.
+
+    Both may be called again.
+    """
+
+    def __init__(self, free: Callable[[], object], leave: Callable[[], object]) -> None:
+        self._left: list[Callable[[], object]] = [leave, free]
+
+    def free(self) -> None:
+        """The engine works for others from here on."""
+        if len(self._left) == 2:
+            self._left.pop()()
+
+    def leave(self) -> None:
+        """The request is over."""
+        self.free()
+        if self._left:
+            self._left.pop()()
 
 
 class Expected(NamedTuple):
     """A request's answers that are to come.
 
-    `echoes` are put in front of them; `num_prompt_tokens` is of all prompts. `release` is called when all is over.
+    `echoes` are put in front of them; `num_prompt_tokens` is of all prompts.
     """
 
     answers: Answers
@@ -31,7 +53,7 @@ class Expected(NamedTuple):
     watches: Sequence[Watch]
     echoes: Sequence[str]
     num_prompt_tokens: int
-    release: Callable[[], object]
+    place: Place
 
     def usage(self) -> Usage:
         """The tokens so far."""
@@ -41,13 +63,13 @@ class Expected(NamedTuple):
 async def whole(expected: Expected, receive: Receive) -> Response:
     """All answers, once they have ended. Raises TargetError where one ends with an error."""
     try:
-        texts = await _unless_gone(_collected(expected), receive)
+        parts = await _unless_gone(_collected(expected), receive)
     finally:
         expected.answers.cancel()
-        expected.release()
-    if texts is None:
+        expected.place.leave()
+    if parts is None:
         return Response(status_code=499)  # nobody reads it
-    return Response(expected.reply.whole(texts, expected.usage()), media_type="application/json")
+    return Response(expected.reply.whole(parts, expected.usage()), media_type="application/json")
 
 
 class EventStream(Response):
@@ -59,43 +81,51 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._expected = expected
+        self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them, until they have ended or the client is gone."""
-        last_sent = [asyncio.get_running_loop().time()]
-
-        async def body(chunk: bytes) -> None:
-            last_sent[0] = asyncio.get_running_loop().time()
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-        pings = asyncio.ensure_future(_ping(body, last_sent))
+        """Send them, until they have ended, or the client is gone or doesn't read."""
+        pings = asyncio.ensure_future(self._ping(send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if await _unless_gone(self._stream(body), receive):
+            if await _unless_gone(self._stream(send), receive):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # the client is gone
+        except OSError:  # the client is gone: a timeout is one, too
             pass
         finally:
             pings.cancel()
             self._expected.answers.cancel()
-            self._expected.release()
+            self._expected.place.leave()
 
-    async def _stream(self, body: Callable[[bytes], Awaitable[None]]) -> bool:
+    async def _stream(self, send: Send) -> bool:
         expected, reply = self._expected, self._expected.reply
         for index, echo in enumerate(expected.echoes):
             if chunk := reply.first(index, echo):
-                await body(chunk)
+                await self._body(send, chunk)
         try:
             async for index, part in _parts(expected):
-                if chunk := reply.more(index, part):
-                    await body(chunk)
+                if chunk := reply.more(index, part, expected.usage()):
+                    await self._body(send, chunk)
         except TargetError as failed:
-            await body(streamed(error(failed.message, kind="server_error", code=failed.code)))
+            await self._body(send, streamed(error(failed.message, kind="server_error", code=failed.code)))
         else:
             if reply.has_usage:
-                await body(reply.usage(expected.usage()))
-        await body(DONE)
+                await self._body(send, reply.usage(expected.usage()))
+        await self._body(send, DONE)
         return True
+
+    async def _body(self, send: Send, chunk: bytes) -> None:
+        """Send a chunk. Raises TimeoutError where nobody reads."""
+        self._last_sent = asyncio.get_running_loop().time()
+        async with asyncio.timeout(UNREAD_SECONDS):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            silent = asyncio.get_running_loop().time() - self._last_sent
+            if self._last_sent and silent >= PING_SECONDS:
+                await self._body(send, b": waiting\n\n")
+            await asyncio.sleep(PING_SECONDS - silent if 0 < silent < PING_SECONDS else PING_SECONDS)
 
 
 async def _collected(expected: Expected) -> list[Part]:
@@ -128,10 +158,9 @@ async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | No
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for each in (task, gone):
-            each.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await each
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait((task, gone))
 
 
 async def _gone(receive: Receive) -> None:
@@ -139,11 +168,3 @@ async def _gone(receive: Receive) -> None:
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()
-
-
-async def _ping(body: Callable[[bytes], Awaitable[None]], last_sent: list[float]) -> None:
-    while True:
-        silent = asyncio.get_running_loop().time() - last_sent[0]
-        if silent >= PING_SECONDS:
-            await body(b": waiting\n\n")
-        await asyncio.sleep(max(PING_SECONDS - silent, 0.1))

@@ -25,7 +25,7 @@ from precast.serve.requests import BadRequest
 
 _OWN = frozenset(("messages", "chat_template", "tools", "documents", "tokenize", "add_generation_prompt"))
 """What `chat_template_kwargs` may not give."""
-_AMISS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_AMISS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 """What templates raise at messages that they don't expect."""
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -43,15 +43,16 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise BundleError("tokenizer-invalid", f"the chat template can't be read: {error}") from error
         self._variables = variables
+        self.text = text
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
         """The template among a bundle's tokenizer files, or None. Raises BundleError for files that can't be read."""
-        config = _json(files, "tokenizer_config.json")
+        config = _object(files, "tokenizer_config.json")
         text = _template_text(files, config)
         if text is None:
             return None
-        tokens = _json(files, "special_tokens_map.json") | config
+        tokens = _object(files, "special_tokens_map.json") | config
         return cls(text, {name: _content(tokens[name]) for name in _TOKENS if tokens.get(name) is not None})
 
     def render(
@@ -128,14 +129,18 @@ def _template_text(files: Mapping[str, bytes], config: dict[str, Any]) -> str | 
     """The template's text, from where transformers finds it: a file of its own comes first. Of several in the config
     it is the one called `default`."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    found = _json(files, "chat_template.json").get("chat_template") or config.get("chat_template")
+        try:
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise BundleError("tokenizer-invalid", str(error), where="chat_template.jinja") from error
+    found = _object(files, "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
-        found = {each.get("name"): each.get("template") for each in found}.get("default")
+        named = [each for each in found if isinstance(each, dict)]
+        found = {each.get("name"): each.get("template") for each in named}.get("default")
     return found if isinstance(found, str) else None
 
 
-def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """A file's object; an empty one where there is no such file."""
     try:
         found: dict[str, Any] = msgspec.json.decode(files.get(name, b"{}"), type=dict)

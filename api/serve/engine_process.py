@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -65,13 +66,19 @@ class Line:
 
     def _hear(self) -> None:
         decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        code = 1
         try:
             with self._socket.makefile("rb") as stream:
                 while len(head := stream.read(LENGTH.size)) == LENGTH.size:
                     (length,) = LENGTH.unpack(head)
                     self.inbox.put(decoder.decode(stream.read(length)))
-        finally:  # at its end, and where it breaks off
-            os._exit(0)
+            code = 0
+        except OSError:  # it breaks off
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
 
 
 def loaded(load: Load, line: Line) -> Engine:
@@ -126,7 +133,12 @@ class Requests:
                     self._engine.cancel(self._ids[number])
             case Count():
                 stats = self._engine.stats
-                usage = 1 - stats.slabs_free / stats.slabs if stats.slabs else 0.0
+                held = [
+                    (pool.pages_in_use - pool.pages_reclaimable) / pool.pages
+                    for pool in stats.pools.values()
+                    if pool.pages
+                ]
+                usage = max(held, default=0.0)
                 counted = Counted(self._engine.metrics(), stats.requests_waiting, stats.requests_running, usage)
                 self._line.send(counted)
             case Load() | End():
@@ -157,7 +169,9 @@ class Requests:
 
 def main(descriptor: int) -> int:
     """Load and serve; the process's exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that speaks HTTP hears it, and ends this one
+    # The process that speaks HTTP hears them, and ends this one, and ranks that it starts, in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     line = Line(socket.socket(fileno=descriptor))
     load = line.inbox.get()
     assert isinstance(load, Load)

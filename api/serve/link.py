@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -42,11 +42,13 @@ ENGINE = (sys.executable, "-P", "-m", "precast.serve.engine_process")
 """The engine's program; it gets the number of its socket."""
 END_SECONDS = 10.0
 """For which the engine's process may take to close its engine, before it is killed."""
+MOST_UNREAD = 256
+"""News of an answer that are kept one by one."""
 COUNT_SECONDS = 5.0
 """For which counters are waited for: they come between two steps."""
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A prompt's token ids, how its answer is drawn, and its priority."""
 
     prompt: Sequence[int]
@@ -72,7 +74,8 @@ class Link:
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._answers: dict[int, Answers] = {}
-        self._counts: list[asyncio.Future[Counted]] = []
+        self._owed: set[int] = set()  # requests of which the engine hasn't said that they have ended
+        self._count: asyncio.Future[Counted | None] | None = None
         self._heard = time.monotonic()
         self._ends = False
 
@@ -112,46 +115,50 @@ class Link:
     # --- requests --------------------------------------------------------------------------------------------------
 
     @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._answers)
-
-    @property
     def silent_seconds(self) -> float:
-        """For how long nothing was heard of the engine while it had something to do."""
-        return time.monotonic() - self._heard if self._answers else 0.0
+        """For how long nothing was heard of the engine while it had something to do: who hung up doesn't matter."""
+        return time.monotonic() - self._heard if self._owed else 0.0
 
-    def ask(self, requests: Sequence[Asked]) -> Answers:
-        """Send requests, whose answers belong together."""
-        if not self._answers:
+    def ask(self, questions: Sequence[Question], on_end: Callable[[], object]) -> Answers:
+        """Send questions, whose answers belong together. `on_end` is called when the engine has ended all of them.
+
+        Raises what the engine has failed with.
+        """
+        if self.failed is not None:
+            raise self.failed
+        if not self._owed:
             self._heard = time.monotonic()
-        answers = Answers(self, list(itertools.islice(self._numbers, len(requests))))
-        for number, (prompt, params, priority) in zip(answers.numbers, requests, strict=True):
+        answers = Answers(self, list(itertools.islice(self._numbers, len(questions))), on_end)
+        for number, (prompt, params, priority) in zip(answers.numbers, questions, strict=True):
             self._answers[number] = answers
+            self._owed.add(number)
             self._send(Ask(number, list(prompt), msgspec.to_builtins(params), priority))
         return answers
 
     def cancel(self, number: int) -> None:
         """Nobody waits for this answer any more."""
-        if self._answers.pop(number, None) is not None:
+        answers = self._answers.pop(number, None)
+        if answers is not None:
             self._send(Cancel(number))
+            answers.ended()
 
     async def count(self) -> Counted | None:
         """The engine's counters; None where it doesn't give them, or not in time."""
         if self.ready is None or self.failed is not None:
             return None
-        future: asyncio.Future[Counted] = asyncio.get_running_loop().create_future()
-        self._counts.append(future)
-        self._send(Count())
-        with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
-            return await asyncio.wait_for(future, COUNT_SECONDS)
-        return None
+        if self._count is None:  # else one is on its way, and is for all who ask meanwhile
+            self._count = asyncio.get_running_loop().create_future()
+            self._send(Count())
+        count = self._count
+        await asyncio.wait((count,), timeout=COUNT_SECONDS)
+        return count.result() if count.done() else None
 
     # --- messages --------------------------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
         assert self._writer is not None
-        self._writer.write(framed(message))
+        if not self._writer.is_closing():
+            self._writer.write(framed(message))
 
     async def _hear(self, message: FromEngine) -> None:
         self._heard = time.monotonic()
@@ -163,12 +170,11 @@ class Link:
                 if number in self._answers:
                     self._answers[number].hear(message)
             case Refused(number):
+                self._owed.discard(number)
                 if number in self._answers:
                     self._answers.pop(number).hear(message)
             case Counted():
-                future = self._counts.pop(0)
-                if not future.done():  # else it came too late
-                    future.set_result(message)
+                self._end_count(message)
             case Phase(name):
                 self.phase = name
             case Opened():
@@ -179,11 +185,15 @@ class Link:
                 await self._lose(message.error())
 
     def _hand_out(self, told: Told) -> None:
+        has_ended = told.finish_reason is not None
+        if has_ended:
+            self._owed.discard(told.number)
         answers = self._answers.get(told.number)
         if answers is not None:  # else its client has gone
-            if told.finish_reason is not None:
-                del self._answers[told.number]
             answers.hear(told)
+            if has_ended:
+                del self._answers[told.number]
+                answers.ended()
 
     async def _lose(self, error: PrecastError) -> None:
         """The engine answers no more: tell all who wait."""
@@ -191,8 +201,12 @@ class Link:
         for answers in set(self._answers.values()):
             answers.hear(error)
         self._answers.clear()
-        for future in self._counts:
-            future.cancel()
+        self._end_count(None)
+
+    def _end_count(self, counted: Counted | None) -> None:
+        if self._count is not None:
+            self._count.set_result(counted)
+            self._count = None
 
     async def _change(self, **news: object) -> None:
         async with self.changed:
@@ -202,46 +216,74 @@ class Link:
 
 
 class Answers:
-    """Answers that belong together, as they grow. `numbers` are those of their requests, in order."""
+    """Answers that belong together, as they grow. `numbers` are those of their requests, in order.
 
-    def __init__(self, link: Link, numbers: list[int]) -> None:
+    News that are not read yet are kept as one for each answer, so that a client who reads slowly costs few bytes, and
+    gets more at a time.
+    """
+
+    def __init__(self, link: Link, numbers: list[int], on_end: Callable[[], object]) -> None:
         self.numbers = numbers
+        self._on_end = on_end
+        self._num_left = len(numbers)
         self._link = link
-        self._heard: asyncio.Queue[Taken | Refused | Told | PrecastError] = asyncio.Queue()
-        self._early: list[Told] = []
+        self._index_of = {number: index for index, number in enumerate(numbers)}
+        self._num_taken = 0
+        self._news: dict[int, list[Told]] = {}
+        self._error: PrecastError | None = None
+        self._woken = asyncio.Event()
 
     def hear(self, message: Taken | Refused | Told | PrecastError) -> None:
         """What the engine says of one of them, or why it says nothing more."""
-        self._heard.put_nowait(message)
+        if isinstance(message, Taken):
+            self._num_taken += 1
+        elif isinstance(message, Told):
+            news = self._news.setdefault(self._index_of[message.number], [])
+            news.append(message)
+            if len(news) > MOST_UNREAD:
+                news[:] = [_as_one(news)]
+        else:
+            self._error = message.error() if isinstance(message, Refused) else message
+        self._woken.set()
 
     async def taken(self) -> None:
-        """Wait until all requests are queued. Raises RequestError where one can't be answered, and cancels the others;
-        TargetError where the engine is lost."""
-        num_taken = 0
-        while num_taken < len(self.numbers):
-            message = await self._heard.get()
-            if isinstance(message, Taken):
-                num_taken += 1
-            elif isinstance(message, Told):
-                self._early.append(message)
-            else:
-                self.cancel()
-                raise message.error() if isinstance(message, Refused) else message
+        """Wait until all requests are queued. Raises RequestError where one can't be answered, and TargetError where
+        the engine is lost."""
+        while self._num_taken < len(self.numbers):
+            await self._woken.wait()
+            self._woken.clear()
+            if self._error is not None:
+                raise self._error
+        self._woken.set()  # for news that came meanwhile
 
     async def events(self) -> AsyncIterator[tuple[int, Told]]:
         """The news of all, with which of them each is about, until all have ended. Raises TargetError where the engine
         is lost."""
-        index_of = {number: index for index, number in enumerate(self.numbers)}
         num_left = len(self.numbers)
         while num_left:
-            message = self._early.pop(0) if self._early else await self._heard.get()
-            if isinstance(message, PrecastError):
-                raise message
-            assert isinstance(message, Told), "what was taken isn't refused"
-            num_left -= message.finish_reason is not None
-            yield index_of[message.number], message
+            await self._woken.wait()
+            self._woken.clear()
+            found, self._news = self._news, {}
+            for index, news in found.items():
+                told = news[0] if len(news) == 1 else _as_one(news)
+                num_left -= told.finish_reason is not None
+                yield index, told
+            if num_left and self._error is not None:
+                raise self._error
+
+    def ended(self) -> None:
+        """One of them has ended, or is cancelled."""
+        self._num_left -= 1
+        if not self._num_left:
+            self._on_end()
 
     def cancel(self) -> None:
         """End those that have not ended."""
         for number in self.numbers:
             self._link.cancel(number)
+
+
+def _as_one(news: Sequence[Told]) -> Told:
+    """News of one answer as one."""
+    last, ids = news[-1], tuple(id for told in news for id in told.token_ids)
+    return Told(last.number, ids, "".join(told.text for told in news), last.finish_reason, last.error)

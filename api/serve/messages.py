@@ -114,7 +114,10 @@ class News(Message, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """`engine.metrics()`, and of it what fleets scale by. `cache_usage`: the share of slabs that are in use, 0 to 1."""
+    """`engine.metrics()`, and of it what fleets scale by.
+
+    `cache_usage`, 0 to 1: what share of its pages the fullest pool holds for requests, and not for reuse alone.
+    """
 
     text: str
     waiting: int

@@ -74,12 +74,12 @@ class Watch:
         if count and not self.num_tokens:
             self._first = time.monotonic()
             self._meters.first_token.observe(self._first - self._began)
+        self._meters.answer_tokens.inc(count)
         self.num_tokens += count
 
     def ended(self) -> None:
         """The answer has ended by itself."""
         now = time.monotonic()
         self._meters.whole.observe(now - self._began)
-        self._meters.answer_tokens.inc(self.num_tokens)
         if self.num_tokens > 1:
             self._meters.each_token.observe((now - self._first) / (self.num_tokens - 1))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from starlette.responses import Response
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()
@@ -36,12 +37,15 @@ class Reply:
     """The objects of one request, which share an id, a time and the model's name.
 
     `fingerprint` names what answers: the bundle's digest. `has_ids`: token ids stand beside the text. `has_usage`: a
-    stream says at its end how many tokens there were.
+    stream says at its end how many tokens there were; `counts_on`: in each of its chunks, too.
     """
 
-    def __init__(self, *, is_chat: bool, model: str, fingerprint: str, has_ids: bool, has_usage: bool) -> None:
+    def __init__(
+        self, *, is_chat: bool, model: str, fingerprint: str, has_ids: bool, has_usage: bool, counts_on: bool
+    ) -> None:
         self._is_chat = is_chat
         self._has_ids = has_ids
+        self._counts_on = counts_on
         self.has_usage = has_usage
         id = uuid.uuid4().hex
         self._common = {
@@ -69,19 +73,22 @@ class Reply:
             return self._chunk(index, {"delta": {"role": "assistant", "content": "", "refusal": None}}, _NOTHING)
         return self._chunk(index, {"text": echo}, _NOTHING) if echo else None
 
-    def more(self, index: int, part: Part) -> bytes | None:
-        """The chunk with more of an answer, if there is anything to say."""
+    def more(self, index: int, part: Part, usage: Usage) -> bytes | None:
+        """The chunk with more of an answer, if there is anything to say; `usage` is that so far."""
         if not part.text and part.finish_reason is None and not self._has_ids:
             return None
         delta = {"content": part.text} if part.text else {}
-        return self._chunk(index, {"delta": delta} if self._is_chat else {"text": part.text}, part)
+        return self._chunk(index, {"delta": delta} if self._is_chat else {"text": part.text}, part, usage)
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk that says how many tokens there were."""
         return streamed({**self._streamed, "choices": [], "usage": usage.to_dict()})
 
-    def _chunk(self, index: int, said: dict[str, Any], part: Part) -> bytes:
-        return streamed({**self._streamed, "choices": [self._choice(index, said, part)]})
+    def _chunk(self, index: int, said: dict[str, Any], part: Part, usage: Usage | None = None) -> bytes:
+        chunk = {**self._streamed, "choices": [self._choice(index, said, part)]}
+        if self._counts_on and usage is not None:
+            chunk["usage"] = usage.to_dict()
+        return streamed(chunk)
 
     def _choice(self, index: int, said: dict[str, Any], part: Part) -> dict[str, Any]:
         choice = {"index": index, **said, "logprobs": None, "finish_reason": part.finish_reason}
@@ -99,6 +106,11 @@ def error(message: str, *, kind: str, param: str | None = None, code: str | None
 def encoded(value: Any) -> bytes:
     """JSON."""
     return _ENCODER.encode(value)
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """JSON as a whole response."""
+    return Response(encoded(value), status, headers, media_type="application/json")
 
 
 def streamed(value: Any) -> bytes:

@@ -7,6 +7,7 @@ answer that silently isn't what was asked for is worse than none. Where such a f
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -33,13 +34,16 @@ class BadRequest(Exception):
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_usage`: a last chunk says how many tokens there were."""
+    """`include_usage`: a last chunk says how many tokens there were; `continuous_usage_stats`: each does.
+    `include_obfuscation` is taken, and not done.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message's content."""
 
     type: str
@@ -50,10 +54,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
     """One message. Fields that are not listed reach the template as they are."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+_Text = Annotated[str, msgspec.Meta(max_length=1024)]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,10 +72,10 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: _Text | Annotated[list[_Text], msgspec.Meta(max_length=16)] | None = None
     n: _Count | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
+    priority: _Int64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -79,6 +85,9 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: Any = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    stop_token_ids: list[int] | None = None
     # The client's own books.
     user: Any = None
     metadata: Any = None
@@ -107,15 +116,15 @@ class CompletionRequest(_Request, frozen=True, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """All prompts. Raises BadRequest for anything else."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if given and _are_ids(given):
-            return [given]
-        if given and all(isinstance(each, str) for each in given):
-            return given
-        if given and all(isinstance(each, list) and _are_ids(each) for each in given):
-            return given
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt:
+            if type(self.prompt[0]) is not int and len(self.prompt) > MOST_ANSWERS:
+                raise BadRequest(f"{len(self.prompt)} prompts, expected at most {MOST_ANSWERS}", param="prompt")
+            with contextlib.suppress(msgspec.ValidationError):
+                return [msgspec.convert(self.prompt, list[_Int64])]
+            with contextlib.suppress(msgspec.ValidationError):
+                return msgspec.convert(self.prompt, list[str | list[_Int64]])
         raise BadRequest("prompt is none of text, a list of texts, token ids, and a list of these", param="prompt")
 
     def most_tokens(self) -> int | None:
@@ -142,9 +151,12 @@ class ChatRequest(_Request, frozen=True, kw_only=True):
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    verbosity: str | None = None
     # What means nothing without tools.
     parallel_tool_calls: bool | None = None
-    verbosity: str | None = None
 
     def most_tokens(self) -> int | None:
         """The longest answer, in tokens; None: as long as the model's limit allows."""
@@ -178,6 +190,11 @@ _MEANS_NOTHING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "best_of": (1,),
     "suffix": ("",),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "continue_final_message": (False,),
+    "verbosity": ("medium",),
     "logprobs": (False,),
     "top_logprobs": (),
     "tools": ([],),
@@ -199,7 +216,7 @@ R = TypeVar("R")
 def read_body(body: bytes, kind: type[R]) -> R:
     """The body as a request of this kind. Raises BadRequest."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = _decoded(body, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error), param=_param(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -209,6 +226,16 @@ def read_body(body: bytes, kind: type[R]) -> R:
         if value is not None and not any(_equal(value, each) for each in nothing):
             raise BadRequest(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
     return request
+
+
+def _decoded(body: bytes, kind: type[R]) -> R:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if not _UNKNOWN.search(str(error)):
+            raise
+    given = msgspec.json.decode(body)  # what is null says nothing, whatever it is called
+    return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
 
 
 def checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -243,11 +270,6 @@ def refused(error: RequestError) -> BadRequest:
 def _equal(value: Any, other: Any) -> bool:
     """Whether they are equal; to Python, False equals 0."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _are_ids(given: list[Any]) -> bool:
-    """Whether these are integers that can be sent; the engine says which of them are token ids."""
-    return all(type(each) is int and -(2**63) <= each < 2**63 for each in given)
 
 
 def _param(message: str) -> str | None:

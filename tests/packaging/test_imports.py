@@ -164,7 +164,7 @@ def test_prompts_and_sampling_options_need_neither() -> None:
 
 
 def test_the_process_that_speaks_http_imports_no_torch() -> None:
-    assert not inside(loaded_by("precast.serve.serving"), "torch", "transformers", "triton", "pydantic")
+    assert not inside(loaded_by("precast.serve.http_process"), "torch", "transformers", "triton", "pydantic")
 
 
 def test_every_listed_package_is_importable(package_dirs: dict[str, str]) -> None:

@@ -73,6 +73,17 @@ class Served:
         finally:
             connection.close()
 
+    def glance(self, path: str, body: Any) -> int | None:
+        """The status of a request that is given up after a moment; None where there was none by then."""
+        connection = http.client.HTTPConnection(*self._place, timeout=0.2)
+        try:
+            send_request(connection, path, body)
+            return connection.getresponse().status
+        except TimeoutError:
+            return None
+        finally:
+            connection.close()
+
     def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something is so that the server will come to by itself."""
         deadline = time.monotonic() + LONG

@@ -30,15 +30,15 @@ PLACE = together(
 QUEUE = together(
     click.option(
         "--max-queued", type=click.IntRange(min=0), default=1024, show_default=True,
-        help="Requests that wait beside those that run; more are turned away with 503.",
+        help="Answers that wait beside those that run; more are turned away with 503.",
     ),
     click.option(
-        "--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
+        "--shutdown-timeout", type=click.FloatRange(min=0), default=20.0, show_default=True, metavar="SECONDS",
         help="After SIGTERM, how long answers may take to end.",
     ),
     click.option(
         "--stuck-after", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS",
-        help="Without a word from an engine at work for so long, /health says 503.",
+        help="How long a busy engine may be silent, before /health says 503.",
     ),
 )  # fmt: skip
 
@@ -74,7 +74,7 @@ def serve(
         )
     keys = _keys(api_key_file)
     try:
-        from precast.serve import serving
+        from precast.serve import http_process
         from precast.serve.app import Options
         from precast.serve.messages import Load
     except ModuleNotFoundError as error:
@@ -89,10 +89,10 @@ def serve(
 
     most_open = load["max_num_seqs"] * load["dp"] + max_queued
     options = Options(names or (_name_of(bundle),), most_open, stuck_after, keys)
-    place = serving.Place(host, port, shutdown_timeout)
+    place = http_process.Place(host, port, shutdown_timeout)
     load["choices"] = None if load["choices"] is None else str(load["choices"])
     wanted = Load(str(bundle), None if trust is None else str(trust), load)
-    serving.serve(wanted, options, place, say=say)
+    http_process.serve(wanted, options, place, say=say)
 
 
 _SAID = {
@@ -112,8 +112,12 @@ def _name_of(bundle: Path | str) -> str:
 def _keys(file: Path | None) -> tuple[str, ...]:
     """The keys in the file, or in the environment. Raises RequestError for a file that has none."""
     if file is None:
-        key = os.environ.get(KEY_VARIABLE, "")
-        return (key,) if key else ()
+        if KEY_VARIABLE not in os.environ:
+            return ()
+        key = os.environ[KEY_VARIABLE].strip()
+        if not key:
+            raise RequestError("engine-option-invalid", f"the environment's {KEY_VARIABLE} has no key")
+        return (key,)
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

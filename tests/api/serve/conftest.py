@@ -11,6 +11,6 @@ from served import Served, served
 
 @pytest.fixture(scope="session")
 def server(bundle: Path) -> Iterator[Served]:
-    """A server of the example model, called `recite`."""
-    with served(bundle, "--model-name", "recite") as found:
+    """A server of the example model, called `recite`. It has four places: one that is lost is missed soon."""
+    with served(bundle, "--model-name", "recite", "--max-num-seqs", "4", "--max-queued", "0") as found:
         yield found

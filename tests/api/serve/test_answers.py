@@ -156,6 +156,16 @@ def test_tokens_there_and_back(server: Served) -> None:
     assert server.ask("/detokenize", {"tokens": tokenized["tokens"]}).json == {"prompt": OPENING}
 
 
+def test_a_stream_may_count_on(server: Served) -> None:
+    body = {"prompt": OPENING, **GREEDY, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+
+    counts = [chunk["usage"]["completion_tokens"] for chunk in server.ask(COMPLETIONS, body).chunks]
+
+    assert counts == sorted(counts)
+    assert counts[-1] == 40
+    assert counts[0] < 40
+
+
 def test_a_bundle_without_a_tokenizer_takes_and_gives_token_ids(bare_bundle: Path, engine: Any) -> None:
     ids = engine.tokenizer.encode(OPENING)
     (output,) = engine.generate([ids], precast.SamplingParams(max_tokens=8))

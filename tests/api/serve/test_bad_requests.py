@@ -12,6 +12,15 @@ from served import Served, served
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 
+
+def nested(depth: int) -> list[Any]:
+    """A list in a list in a list."""
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 BODIES: dict[str, tuple[str, Any, str | None]] = {
     # case: (route, body, the field that is named)
     "no JSON": (COMPLETIONS, b"{", None),
@@ -34,6 +43,15 @@ BODIES: dict[str, tuple[str, Any, str | None]] = {
     "many answers": (COMPLETIONS, {"prompt": "a", "n": 129}, "n"),
     "answers of no length": (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, None),
     "stop at nothing": (COMPLETIONS, {"prompt": "a", "stop": [""]}, None),
+    "many stops": (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    "long stop": (COMPLETIONS, {"prompt": "a", "stop": "x" * 1025}, "stop"),
+    "many prompts": (COMPLETIONS, {"prompt": [[]] * 129}, "prompt"),
+    "deep messages": (CHAT, {"messages": [{"role": "user", "content": "a", "b": nested(700)}]}, "messages"),
+    "huge priority": (COMPLETIONS, {"prompt": "a", "priority": 10**30}, "priority"),
+    "field of nobody, beside a null": (COMPLETIONS, {"prompt": "a", "nothing": None, "foo": 1}, "foo"),
+    "prompt and answer that are too long": (CHAT, {"messages": [{"role": "user", "content": "a b " * 600}]}, None),
+    "fewest tokens": (CHAT, {"messages": HI, "min_tokens": 2}, "min_tokens"),
+    "special tokens in the text": (CHAT, {"messages": HI, "skip_special_tokens": False}, "skip_special_tokens"),
     "priority in words": (COMPLETIONS, {"prompt": "a", "priority": "high"}, "priority"),
     "best of several": (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
     "log-probabilities": (COMPLETIONS, {"prompt": "a", "logprobs": 1}, "logprobs"),
@@ -70,14 +88,15 @@ def test_bodies(case: str, server: Served) -> None:
     assert answer.error["param"] == param
     assert answer.error["type"] == "invalid_request_error"
     assert answer.error["message"]
-    assert server.ask("/health").status == 200
+    assert server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "n": 4}).status == 200, "all places are free"
 
 
 def test_what_says_nothing_is_taken(server: Served) -> None:
     nothing = {
         "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "n": 1,
         "user": "somebody", "metadata": {"a": "b"}, "service_tier": "auto", "stop": None, "seed": None, "top_k": -1,
-        "response_format": {"type": "text"}, "stream": False, "stream_options": None,
+        "response_format": {"type": "text"}, "stream": False, "stream_options": None, "skip_special_tokens": True,
+        "min_tokens": 0, "stop_token_ids": [], "whatever_it_is": None,
     }  # fmt: skip
     chat = {
         "messages": HI,
@@ -105,12 +124,14 @@ def test_models_that_are_not_here(server: Served) -> None:
 def test_routes_that_are_not_there(server: Served) -> None:
     assert server.ask("/v1/embeddings", {}).status == 404
     assert server.ask("/").error["message"] == "there is no GET / here"
+    assert server.ask("/health/").status == 404
+    assert server.ask(COMPLETIONS).headers["Allow"] == "POST"
     assert server.ask(COMPLETIONS).status == 405
     assert server.ask(COMPLETIONS, b"prompt=a", Content_Type="application/x-www-form-urlencoded").status == 415
 
 
 def test_bodies_without_end_are_refused(server: Served) -> None:
-    answer = server.ask(COMPLETIONS, b" " * (65 << 20))
+    answer = server.ask(COMPLETIONS, b" " * (17 << 20))
 
     assert answer.status == 413
     assert server.ask("/health").status == 200
@@ -144,9 +165,18 @@ def test_keys(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_the_key_of_the_environment(bundle: Path) -> None:
-    with served(bundle, PRECAST_API_KEY="secret", waits=False) as server:
+    """A file that it comes from may end with a line."""
+    with served(bundle, PRECAST_API_KEY="secret\n", waits=False) as server:
         assert server.ask("/version").status == 401
         assert server.ask("/version", Authorization="Bearer secret").status == 200
+
+
+def test_requests_have_names(server: Served) -> None:
+    names = [server.ask("/version", X_Request_Id=name).headers["X-Request-Id"] for name in ("mine", "x" * 500, "")]
+
+    assert names[0] == "mine"
+    assert [len(name) for name in names[1:]] == [32, 32]
+    assert server.ask(COMPLETIONS, {"prompt": 5}, X_Request_Id="bad").headers["X-Request-Id"] == "bad"
 
 
 def test_what_clients_choose_makes_no_series(server: Served) -> None:

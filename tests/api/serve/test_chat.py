@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from recitation import MODEL
 
 from precast.ir.errors import BundleError
+from precast.ir.manifest import ModelInfo
 from precast.serve.chat import ChatTemplate
-from precast.serve.prompts import Prompts, _Special
+from precast.serve.prompts import Control, Prompts
 from precast.serve.requests import BadRequest
 
+MODEL_INFO = ModelInfo("A", "a", "float32", vocab_size=512, max_seq_len=1024, num_layers=1, num_parameters=1)
 HI = [{"role": "user", "content": "hi"}]
 CHAT = [
     {"role": "system", "content": "Be  brief.\n"},
@@ -111,13 +114,19 @@ def test_templates_are_found_where_transformers_finds_them() -> None:
 def test_files_that_hold_no_template() -> None:
     with pytest.raises(BundleError, match="the chat template can't be read: "):
         ChatTemplate.from_files({"chat_template.jinja": b"{% for %}"})
-    with pytest.raises(BundleError, match=r"^tokenizer_config.json: "):
-        ChatTemplate.from_files({"tokenizer_config.json": b"[]"})
+    for name, data in {
+        "tokenizer_config.json": b"[]",
+        "chat_template.jinja": b"\xff",
+        "chat_template.json": b"{",
+    }.items():
+        with pytest.raises(BundleError, match=f"^{name}: "):
+            ChatTemplate.from_files({name: data})
 
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    return Prompts({file.name: file.read_bytes() for file in MODEL.iterdir() if file.suffix in (".json", ".jinja")})
+    files = {file.name: file.read_bytes() for file in MODEL.iterdir() if file.suffix in (".json", ".jinja")}
+    return Prompts(files, MODEL_INFO)
 
 
 CONTROL = [
@@ -134,27 +143,50 @@ def test_special_tokens_in_a_message_are_text(text: str, prompts: Prompts) -> No
 
     special = set(range(5))
     assert [id for id in ids if id in special] == [id for id in plain if id in special]
+    assert prompts.tokenizer is not None
     assert prompts.tokenizer.decode(ids) == text
 
 
-def test_they_are_text_wherever_they_stand(prompts: Prompts) -> None:
-    template = ChatTemplate("{{ messages[0].name }}{{ messages[0].parts[0].a }}{{ x }}<|eos|>", {})
-    prompts = Prompts({"tokenizer.json": (MODEL / "tokenizer.json").read_bytes()})
-    prompts._template = template
-    message = {"role": "user", "content": "", "name": "<|bos|>", "parts": [{"a": "<|pad|>"}]}
+def prompts_of(template: str, *, extra: list[dict[str, Any]] | None = None) -> Prompts:
+    """The example's tokenizer, with more added tokens, and this template."""
+    tokenizer = json.loads((MODEL / "tokenizer.json").read_text())
+    for number, token in enumerate(extra or []):
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        tokenizer["added_tokens"].append({"id": 512 + number, "special": False} | plain | token)
+    files = {"tokenizer.json": json.dumps(tokenizer).encode(), "chat_template.jinja": template.encode()}
+    return Prompts(files, msgspec.structs.replace(MODEL_INFO, vocab_size=520))
+
+
+def test_they_are_text_wherever_they_stand() -> None:
+    prompts = prompts_of("{{ messages[0].name }}{{ messages[0].parts | tojson }}{{ x }}<|eos|>")
+    message = {"role": "user", "content": "", "name": "<|bos|>", "parts": [{"<|user|>": "<|pad|>"}]}
 
     ids = prompts.of_chat([message], {"x": "<|user|>"})
 
     assert [id for id in ids if id < 5] == [ids[-1]]
-    assert prompts.tokenizer.decode(ids) == "<|bos|><|pad|><|user|>"
+    assert prompts.tokenizer is not None
+    assert prompts.tokenizer.decode(ids) == '<|bos|>[{"<|user|>": "<|pad|>"}]<|user|>'
+
+
+def test_what_a_template_writes_is_control_too() -> None:
+    """Not every publisher marks the tokens of roles as special. Assistants may say them, as `<think>`: templates look
+    for them there."""
+    prompts = prompts_of("{% for m in messages %}<U>{{ m.content }}{% endfor %}", extra=[{"content": "<U>"}])
+
+    asked = prompts.of_chat([{"role": "user", "content": "a<U>b"}], {})
+    answered = prompts.of_chat([{"role": "assistant", "content": "a<U>b"}], {})
+
+    assert list(asked).count(512) == 1
+    assert list(answered).count(512) == 2
 
 
 def test_what_is_encoded_apart_is_encoded_as_ever(prompts: Prompts) -> None:
-    """Where no message has a special token, both ways give the same ids."""
-    special = _Special((MODEL / "tokenizer.json").read_text())
+    """Where no message has a control token, both ways give the same ids."""
+    control = Control((MODEL / "tokenizer.json").read_bytes(), "")
     text = "<|bos|><|user|>Four score,  and\n\nseven 🙂<|assistant|>years<|eos|>"
 
-    assert special.encode(text, []) == prompts.tokenizer.encode(text, add_special_tokens=False)
+    assert prompts.tokenizer is not None
+    assert control.encode(text, []) == prompts.tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_blanks_that_belong_to_a_token() -> None:
@@ -164,4 +196,4 @@ def test_blanks_that_belong_to_a_token() -> None:
     plain.add_special_tokens([tokenizers.AddedToken("<r>", rstrip=True), tokenizers.AddedToken("<l>", lstrip=True)])
     text = "a <r>  b <l> c<r>"
 
-    assert _Special(plain.to_str()).encode(text, []) == plain.encode(text, add_special_tokens=False).ids
+    assert Control(plain.to_str().encode(), "").encode(text, []) == plain.encode(text, add_special_tokens=False).ids

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -17,8 +19,9 @@ from typing import NamedTuple
 import uvicorn
 import uvloop
 
-from precast.ir.errors import TargetError
-from precast.serve.app import App, Options, generation_defaults
+from precast.ir.errors import PrecastError, TargetError
+from precast.serve.app import App, Options
+from precast.serve.defaults import defaults_of
 from precast.serve.link import Link
 from precast.serve.messages import Load
 from precast.serve.prompts import Prompts
@@ -37,11 +40,13 @@ class Place(NamedTuple):
 
 def serve(load: Load, options: Options, place: Place, *, say: Callable[[str, str], None]) -> None:
     """Serve until a signal comes. `say` is called with an event's name and what there is to say: `listening` with the
-    address, `ready`, `draining`.
+    address, `ready` with the seconds that the load took, `draining` with the number of answers that run.
 
     Raises what ends the engine: BundleError, WeightsError and others of `precast.load`, TargetError (`engine-failed`);
-    RequestError (`port-taken`) where it can't listen.
+    and TargetError (`port-taken`) where it can't listen.
     """
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each connection is one
     with _listening(place) as listener:
         say("listening", _address(listener))
         uvloop.run(_serve(listener, load, options, place, say))
@@ -53,47 +58,36 @@ async def _serve(
     link = Link()
     app = App(link, options)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", server_header=False,
+        app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False,
         timeout_graceful_shutdown=2, timeout_keep_alive=75,
     )  # fmt: skip
     server = _Server(config, app, place.shutdown_seconds, say)
-    engine = asyncio.create_task(link.run(load))
-    prepare = asyncio.create_task(_prepare(link, app, say))
-    try:
-        watch = asyncio.create_task(_end_when_lost(link, server))
-        await server.serve(sockets=[listener])
-        watch.cancel()
-    finally:
-        await link.close(at_once=server.force_exit)
-        for task in (prepare, engine):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+    engine = asyncio.ensure_future(asyncio.gather(link.run(load), _prepare(link, app, say)))
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    await asyncio.wait((engine, http), return_when=asyncio.FIRST_COMPLETED)
+    server.end()
+    await http
+    await link.close(at_once=server.force_exit)
+    engine.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await engine
     if link.failed is not None:
         raise link.failed
 
 
 async def _prepare(link: Link, app: App, say: Callable[[str, str], None]) -> None:
-    """Read the tokenizer while the weights are read, and say when all is there."""
+    """Read the tokenizer while the weights are read, and say when all is there. Raises BundleError."""
     async with link.changed:
         await link.changed.wait_for(lambda: link.opened or link.failed)
     if link.opened is None:
         return
-    files = link.opened.files
-    app.defaults = generation_defaults(files)
-    prompts = await asyncio.to_thread(Prompts, files)
+    app.defaults = defaults_of(link.opened.files)
+    prompts = await asyncio.to_thread(Prompts, link.opened.files, link.opened.model)
     async with link.changed:
         await link.changed.wait_for(lambda: link.ready or link.failed)
     if link.ready is not None and link.failed is None:
         app.prompts = prompts
         say("ready", f"{link.ready.seconds:.2f}")
-
-
-async def _end_when_lost(link: Link, server: _Server) -> None:
-    """A server whose engine is lost ends, so that whoever started it starts another one."""
-    async with link.changed:
-        await link.changed.wait_for(lambda: link.failed)
-    server.should_exit = True
 
 
 class _Server(uvicorn.Server):
@@ -106,24 +100,33 @@ class _Server(uvicorn.Server):
         self._app = app
         self._shutdown_seconds = shutdown_seconds
         self._say = say
+        self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: the first drains, the second ends."""
         if self._app.drains:
-            self.should_exit = self.force_exit = True
+            self.end(at_once=True)
             return
         self._app.drains = True
-        self._say("draining", str(self._app.num_open))
-        loop = asyncio.get_running_loop()
-        loop.call_soon_threadsafe(lambda: setattr(self, "_draining", loop.create_task(self._drain())))
+        asyncio.get_running_loop().call_soon_threadsafe(self._drain)
 
-    async def _drain(self) -> None:
+    def end(self, *, at_once: bool = False) -> None:
+        """Answer nothing more. What is cut off now is no error for the log."""
+        logging.getLogger("uvicorn.error").disabled = True
+        self.force_exit = self.force_exit or at_once
+        self.should_exit = True
+
+    def _drain(self) -> None:
+        self._draining = asyncio.create_task(self._end_after_the_last())
+
+    async def _end_after_the_last(self) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._shutdown_seconds
-        while self._app.num_open and loop.time() < until:
+        with contextlib.suppress(OSError, PrecastError):  # whoever read what it says may have gone
+            self._say("draining", str(self._app.num_open))
+        while self._app.num_unsent and loop.time() < until:
             await asyncio.sleep(LOOKS_SECONDS)
-        self.force_exit = self._app.num_open > 0
-        self.should_exit = True
+        self.end(at_once=self._app.num_unsent > 0)
 
 
 def _listening(place: Place) -> socket.socket:
