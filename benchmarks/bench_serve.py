@@ -2,8 +2,8 @@
 
     python benchmarks/bench_serve.py [--out FILE]
 
-- Streams: 256 answers at once from a stand-in for the engine that has a token for each as soon as it is taken. A GPU
-  that steps 256 sequences of an 8B model in 9.1 ms draws 28,100 tokens a second (results/gpu_served.json).
+- Streams: 256 answers at once from a stand-in for the engine that has the next token for each as soon as it is taken,
+  to hold against what a GPU draws (results/gpu_served.json). Tokens that wait are sent together.
 - Beside the engine: 32 answers of the example model over HTTP, and by `generate` in a process of its own, in turn.
 - Probes: `/health` while nothing happens, and while texts of 5 MB are encoded.
 """

@@ -84,9 +84,16 @@ def has_answer(connection: http.client.HTTPConnection) -> bool:
     return bool(select.select([connection.sock], [], [], 0)[0])
 
 
-def test_who_does_not_read_keeps_no_place(server: Served) -> None:
-    with closing(server.connect()) as connection:
-        send_request(connection, COMPLETIONS, {**ENDLESS, "n": 4, "stream": True})
+def test_who_does_not_read_keeps_no_place(bundle: Path) -> None:
+    """More is streamed than the system's buffers hold: each chunk has the model's name."""
+    name = "recite" * 1000
+    places = ("--max-num-seqs", "4", "--max-queued", "0")
+    with served(bundle, "--model-name", name, *places) as server, closing(server.connect()) as connection:
+        connection.sock = socket.socket()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.sock.connect((connection.host, connection.port))
+        send_request(connection, COMPLETIONS, {**ENDLESS, "max_tokens": 300, "n": 4, "stream": True})
+
         server.until(lambda: server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "n": 4}).status == 200)
 
 
