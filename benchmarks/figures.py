@@ -347,7 +347,8 @@ def serving_page() -> str:
     steps = {name: each["driver"]["decode_ms"]["256"] for name, each in result("gpu_served").items() if name in _DENSE}
     drawn = " and ".join(f"{_DENSE[name]} {256_000 / steps[name]:,.0f}" for name in _DENSE)
     rows = [
-        (f"tokens a second, in {streams['streams']} streams, those that wait sent together", f"{streams['tokens_per_second']:,}",
+        (f"tokens a second, in {streams['streams']} streams, those that wait sent together",
+         f"{streams['tokens_per_second']:,}",
          f"what an {place('gpu_served')} draws for as many sequences of Llama-3.1-8B: {drawn}"),
         (f"{engine['answers']} answers of {engine['tokens']} tokens of a tiny model, with who asks on the same cores",
          f"{engine['seconds']:.2f} s", f"`engine.generate` alone: {engine['generate_seconds']:.2f} s"),
