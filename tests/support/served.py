@@ -103,6 +103,12 @@ class Served:
         found = [int(child) for file in children for child in file.read_text().split()]
         return next(pid for pid in found if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
+    def faults(self) -> list[str]:
+        """What it has told of errors, once it has ended; libraries may have said other things."""
+        assert self.process.stderr is not None
+        words = ("Traceback", "ERROR", "error")
+        return [line for line in self.process.stderr.read().splitlines() if any(word in line for word in words)]
+
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send it a signal, and wait for its exit code."""
         self.process.send_signal(number)
