@@ -71,7 +71,8 @@ from precast.serve.link import Link
 from precast.serve.messages import Load
 http_process.Link = functools.partial(Link, (sys.executable, "-c", sys.argv[1]))
 say = lambda event, value: print('{"event": "%s", "value": "%s"}' % (event, value), flush=True)
-http_process.serve(Load("", None, {}), Options(("m",), 10_000, 300.0), http_process.Place("127.0.0.1", 0, 5.0), say=say)
+options = Options(("m",), 10_000, 300.0)
+http_process.serve(Load("", None, {}), options, host="127.0.0.1", port=0, shutdown_seconds=5.0, say=say)
 """
 GENERATE = """
 import json, sys, time

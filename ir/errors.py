@@ -248,6 +248,17 @@ class PrecastError(Exception):
         return self
 
 
+def told(error: BaseException, code: str) -> tuple[str, str, str, str | None, str | None]:
+    """What another process is told of an error: the name of its class, its code, message, place and fix.
+
+    One that isn't Precast's own is a TargetError with this code, in a line.
+    """
+    if isinstance(error, PrecastError):
+        return type(error).__name__, error.code, error.message, error.where, error.fix
+    first_line = next(iter(str(error).splitlines()), "")
+    return "TargetError", code, f"{type(error).__name__}: {first_line}", None, None
+
+
 class RecipeError(ValueError):
     """A recipe contradicts itself; whoever reads the recipe says where."""
 

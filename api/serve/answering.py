@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from precast.ir.errors import TargetError
 from precast.serve.link import Answers
 from precast.serve.meters import Watch
+from precast.serve.places import Place
 from precast.serve.replies import DONE, Part, Reply, Usage, error, streamed
 
 PING_SECONDS = 15.0
@@ -19,27 +21,6 @@ PING_SECONDS = 15.0
 UNREAD_SECONDS = 60.0
 """For which a client may not read; it is taken for gone then."""
 T = TypeVar("T")
-
-
-class Place:
-    """Room for a request's answers: `free` it when the engine has ended them, `leave` when the client has them, too.
-
-    Both may be called again.
-    """
-
-    def __init__(self, free: Callable[[], object], leave: Callable[[], object]) -> None:
-        self._left: list[Callable[[], object]] = [leave, free]
-
-    def free(self) -> None:
-        """The engine works for others from here on."""
-        if len(self._left) == 2:
-            self._left.pop()()
-
-    def leave(self) -> None:
-        """The request is over."""
-        self.free()
-        if self._left:
-            self._left.pop()()
 
 
 class Expected(NamedTuple):
@@ -85,6 +66,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them, until they have ended, or the client is gone or doesn't read."""
+        self._last_sent = asyncio.get_running_loop().time()
         pings = asyncio.ensure_future(self._ping(send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -121,11 +103,13 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _ping(self, send: Send) -> None:
-        while True:
-            silent = asyncio.get_running_loop().time() - self._last_sent
-            if self._last_sent and silent >= PING_SECONDS:
-                await self._body(send, b": waiting\n\n")
-            await asyncio.sleep(PING_SECONDS - silent if 0 < silent < PING_SECONDS else PING_SECONDS)
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):  # which ends the stream as well
+            while True:
+                silent = loop.time() - self._last_sent
+                if silent >= PING_SECONDS:
+                    await self._body(send, b": waiting\n\n")
+                await asyncio.sleep(max(PING_SECONDS - silent, 0.0) or PING_SECONDS)
 
 
 async def _collected(expected: Expected) -> list[Part]:

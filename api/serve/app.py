@@ -18,11 +18,12 @@ from starlette.types import Receive, Scope, Send
 from precast import __version__
 from precast.ir.errors import PrecastError, RequestError
 from precast.loader.engine.params import SamplingParams
-from precast.serve.answering import EventStream, Expected, Place, whole
+from precast.serve.answering import EventStream, Expected, whole
 from precast.serve.keys import Keys
 from precast.serve.link import Link, Question
 from precast.serve.messages import Opened
 from precast.serve.meters import Meters, Watch
+from precast.serve.places import Place, Places
 from precast.serve.prompts import Prompts
 from precast.serve.replies import Reply, error, json_response
 from precast.serve.requests import (
@@ -66,16 +67,14 @@ class App:
     """The HTTP interface of an engine that is `link`ed: an ASGI application.
 
     `prompts` is set as soon as the bundle's tokenizer is read, `defaults` says how answers are drawn where requests
-    don't, and `drains` is set when the server is to end. `num_open` answers are the engine's, and the clients of
-    `num_unsent` requests don't have all of theirs yet.
+    don't, and `drains` is set when the server is to end.
     """
 
     def __init__(self, link: Link, options: Options) -> None:
         self.prompts: Prompts | None = None
         self.defaults: dict[str, Any] = {}
         self.drains = False
-        self.num_open = 0
-        self.num_unsent = 0
+        self.places = Places(options.most_open)
         self._link = link
         self._options = options
         self._meters = Meters(options.names[0])
@@ -105,15 +104,16 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request: with a name that its log has, and counted by its route and its status."""
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        name = given if 0 < len(given) <= 128 and given.isascii() else uuid.uuid4().hex.encode()
+        is_fit = 0 < len(given) <= 128 and given.isascii() and given.decode().isprintable()
+        name = given if is_fit else uuid.uuid4().hex.encode()
 
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 status, route = message["status"], scope["path"] if scope["path"] in self._routes else "other"
                 self._meters.requests.labels(route, str(status)).inc()
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
-                if status in (500, 502):
-                    _LOG.error("request %s: %s %s: %d", name.decode(), scope["method"], scope["path"][:256], status)
+                if status == 500:
+                    _LOG.error("request %s: %s %s failed", name.decode(), scope["method"], route)
             await send(message)
 
         await self._asgi(scope, receive, counted)
@@ -171,106 +171,95 @@ class App:
     async def _completions(self, request: Request) -> Response:
         began = time.monotonic()
         body = await self._read(request, CompletionRequest)
+        prompts, _ = self._loaded()
         given = body.prompts()
-        prompts, opened = self._loaded()
 
         def understood() -> tuple[list[Sequence[int]], list[str]]:
             add = body.add_special_tokens is not False
-            ids = [prompts.of_text(each, add_special_tokens=add) for each in given]
+            ids: list[Sequence[int]] = [prompts.of_text(each, add_special_tokens=add) for each in given]
             if not body.echo:
-                return [*ids], [""] * len(ids)
-            return [*ids], [each if isinstance(each, str) else _text_of(prompts, each) for each in given]
+                return ids, [""] * len(ids)
+            return ids, [each if isinstance(each, str) else _text_of(prompts, each) for each in given]
 
-        place = self._place(len(given) * (body.n or 1))
-        try:
-            ids, echoes = await self._threads.call(understood)
-            return await self._answer(request, body, opened, ids, echoes, place, began)
-        except BaseException:
-            place.leave()
-            raise
+        return await self._answer(request, body, began, len(given), understood)
 
     async def _chat(self, request: Request) -> Response:
         began = time.monotonic()
         body = await self._read(request, ChatRequest)
-        prompts, opened = self._loaded()
+        prompts, _ = self._loaded()
 
-        def understood() -> Sequence[int]:
+        def understood() -> tuple[list[Sequence[int]], list[str]]:
             variables = dict(body.chat_template_kwargs or {})
             if body.reasoning_effort is not None:
                 variables.setdefault("reasoning_effort", body.reasoning_effort)
             begins = body.add_generation_prompt is not False
-            return prompts.of_chat(checked(body.messages), variables, add_generation_prompt=begins)
+            return [prompts.of_chat(checked(body.messages), variables, add_generation_prompt=begins)], [""]
 
-        place = self._place(body.n or 1)
-        try:
-            ids = await self._threads.call(understood)
-            return await self._answer(request, body, opened, [ids], [""], place, began)
-        except BaseException:
-            place.leave()
-            raise
+        return await self._answer(request, body, began, 1, understood)
 
     async def _answer(
         self,
         request: Request,
         body: CompletionRequest | ChatRequest,
-        opened: Opened,
-        prompts: Sequence[Sequence[int]],
-        echoes: Sequence[str],
-        place: Place,
         began: float,
+        num_prompts: int,
+        understood: Callable[[], tuple[list[Sequence[int]], list[str]]],
     ) -> Response:
-        """The answers to these prompts, `n` to each."""
+        """The answers to so many prompts, `n` to each. `understood` makes their token ids, and what is put in front of
+        their answers; it takes a while."""
         num_each = body.n or 1
-        params = body.sampling(self.defaults, body.most_tokens())
-        questions = [
-            Question(ids, _drawn_apart(params, i), body.priority or 0) for ids in prompts for i in range(num_each)
-        ]  # fmt: skip
-        answers = self._link.ask(questions, on_end=place.free)
+        place = self._place(num_prompts * num_each)
+        answers = None
         try:
+            prompts, echoes = await self._threads.call(understood)
+            params = body.sampling(self.defaults, body.most_tokens())
+            questions = [
+                Question(ids, _drawn_apart(params, i), body.priority or 0) for ids in prompts for i in range(num_each)
+            ]  # fmt: skip
+            answers = self._link.ask(questions, on_end=place.free)
             await answers.taken()
         except BaseException:
-            answers.cancel()
+            if answers is not None:
+                answers.cancel()
+            place.leave()
             raise
         num_prompt_tokens = sum(map(len, prompts))
         self._meters.prompt_tokens.inc(num_prompt_tokens)
-        stream = body.stream_options
-        reply = Reply(
-            is_chat=isinstance(body, ChatRequest), model=body.model or self._options.names[0],
-            fingerprint=opened.digest, has_ids=bool(body.return_token_ids),
-            has_usage=stream is not None and bool(stream.include_usage or stream.continuous_usage_stats),
-            counts_on=stream is not None and bool(stream.continuous_usage_stats),
-        )  # fmt: skip
         watches = [Watch(self._meters, began) for _ in questions]
         all_echoes = [echo for echo in echoes for _ in range(num_each)]
-        expected = Expected(answers, reply, watches, all_echoes, num_prompt_tokens, place)
+        expected = Expected(answers, self._reply(body), watches, all_echoes, num_prompt_tokens, place)
         return EventStream(expected) if body.stream else await whole(expected, request.receive)
+
+    def _reply(self, body: CompletionRequest | ChatRequest) -> Reply:
+        _, opened = self._loaded()
+        stream = body.stream_options
+        counts_on = stream is not None and bool(stream.continuous_usage_stats)
+        return Reply(
+            is_chat=isinstance(body, ChatRequest), model=body.model or self._options.names[0],
+            fingerprint=opened.digest, has_ids=bool(body.return_token_ids),
+            has_usage=stream is not None and bool(stream.include_usage or counts_on), counts_on=counts_on,
+        )  # fmt: skip
 
     def _place(self, count: int) -> Place:
         """Room for so many answers. Raises BadRequest where there is none."""
         self._check_state()
-        most = self._options.most_open
-        if count > min(MOST_ANSWERS, most):
-            raise BadRequest(f"{count} answers to one request, expected at most {min(MOST_ANSWERS, most)}", param="n")
-        if self.num_open + count > most:
-            raise BadRequest(f"{self.num_open} answers run and wait, and no more may", status=503, code="queue-full")
-        self.num_open += count
-        self.num_unsent += 1
-
-        def free() -> None:
-            self.num_open -= count
-
-        def leave() -> None:
-            self.num_unsent -= 1
-
-        return Place(free, leave)
+        most = min(MOST_ANSWERS, self.places.most)
+        if count > most:
+            raise BadRequest(f"{count} answers to one request, expected at most {most}", param="n")
+        self._check_room(count)
+        return self.places.take(count)
 
     def _check_state(self) -> None:
         """Raise BadRequest where nothing is answered now, whatever it is."""
         state = "draining" if self.drains else self._state()
         if state not in ("ok", "stuck"):
             raise BadRequest(f"the server is {state}", status=503, code=state)
-        if self.num_open >= self._options.most_open:
-            raise BadRequest(f"{self.num_open} answers run and wait, and no more may", status=503, code="queue-full")
+        self._check_room(1)
+
+    def _check_room(self, count: int) -> None:
+        if self.places.num_open + count > self.places.most:
+            message = f"{self.places.num_open} answers run and wait, and no more may"
+            raise BadRequest(message, status=503, code="queue-full")
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 

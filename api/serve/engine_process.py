@@ -88,9 +88,8 @@ def loaded(load: Load, line: Line) -> Engine:
     from precast.ir.trust.loading import repository_of, rules_of
     from precast.loader.driver.context import begin_early
     from precast.loader.load import load as load_bundle
-    from precast.loader.world.start import launched
 
-    if load.options["tp"] in (None, 1) and load.options["pp"] == 1 and launched() is None:
+    if load.options["tp"] in (None, 1) and load.options["pp"] == 1:
         begin_early(load.options["device"])  # while the bundle is opened
     opened = Bundle.open(load.bundle)
     rules = rules_of(opened, load.trust, repository_of(load.bundle))
@@ -184,9 +183,10 @@ def main(descriptor: int) -> int:
     except PrecastError as error:
         line.send(Failed.of(error))
         return error.exit_code
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it is told, and the process ends without waiting for threads
         line.send(Failed.of(error))
-        raise
+        traceback.print_exc()
+        return 1
     return 0
 
 

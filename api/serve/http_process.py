@@ -14,7 +14,6 @@ import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import NamedTuple
 
 import uvicorn
 import uvloop
@@ -30,30 +29,29 @@ LOOKS_SECONDS = 0.05
 """How often a server that is to end looks whether the last answer has."""
 
 
-class Place(NamedTuple):
-    """Where the server listens, and for how long it lets answers end."""
-
-    host: str
-    port: int
-    shutdown_seconds: float
+MOST_FILES = 1 << 16
+"""Descriptors that a server asks the system for: each connection is one."""
 
 
-def serve(load: Load, options: Options, place: Place, *, say: Callable[[str, str], None]) -> None:
-    """Serve until a signal comes. `say` is called with an event's name and what there is to say: `listening` with the
-    address, `ready` with the seconds that the load took, `draining` with the number of answers that run.
+def serve(
+    load: Load, options: Options, *, host: str, port: int, shutdown_seconds: float, say: Callable[[str, str], None]
+) -> None:
+    """Serve until a signal comes; answers have `shutdown_seconds` to end then.
+
+    `say` is called with an event's name and what there is to say: `listening` with the address, `ready` with the
+    seconds that the load took, `draining` with the number of answers that run.
 
     Raises what ends the engine: BundleError, WeightsError and others of `precast.load`, TargetError (`engine-failed`);
     and TargetError (`port-taken`) where it can't listen.
     """
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each connection is one
-    with _listening(place) as listener:
+    _allow_files()
+    with _listening(host, port) as listener:
         say("listening", _address(listener))
-        uvloop.run(_serve(listener, load, options, place, say))
+        uvloop.run(_serve(listener, load, options, shutdown_seconds, say))
 
 
 async def _serve(
-    listener: socket.socket, load: Load, options: Options, place: Place, say: Callable[[str, str], None]
+    listener: socket.socket, load: Load, options: Options, shutdown_seconds: float, say: Callable[[str, str], None]
 ) -> None:
     link = Link()
     app = App(link, options)
@@ -61,7 +59,7 @@ async def _serve(
         app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False,
         timeout_graceful_shutdown=2, timeout_keep_alive=75,
     )  # fmt: skip
-    server = _Server(config, app, place.shutdown_seconds, say)
+    server = _Server(config, app, shutdown_seconds, say)
     engine = asyncio.ensure_future(asyncio.gather(link.run(load), _prepare(link, app, say)))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     await asyncio.wait((engine, http), return_when=asyncio.FIRST_COMPLETED)
@@ -123,20 +121,28 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         until = loop.time() + self._shutdown_seconds
         with contextlib.suppress(OSError, PrecastError):  # whoever read what it says may have gone
-            self._say("draining", str(self._app.num_open))
-        while self._app.num_unsent and loop.time() < until:
+            self._say("draining", str(self._app.places.num_open))
+        while self._app.places.num_unsent and loop.time() < until:
             await asyncio.sleep(LOOKS_SECONDS)
-        self.end(at_once=self._app.num_unsent > 0)
+        self.end(at_once=self._app.places.num_unsent > 0)
 
 
-def _listening(place: Place) -> socket.socket:
+def _allow_files() -> None:
+    """Raise the limit of descriptors, where the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft not in (resource.RLIM_INFINITY, hard) and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises TargetError (`port-taken`) where it can't."""
     try:
-        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-        listener = socket.create_server((place.host, place.port), family=family, backlog=2048)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise TargetError(
-            "port-taken", f"the server can't listen on port {place.port} of {place.host}: {error.strerror}",
+            "port-taken", f"the server can't listen on port {port} of {host}: {error.strerror}",
             fix="give another --port, or another --host",
         ) from None  # fmt: skip
     listener.setblocking(False)

@@ -137,10 +137,7 @@ class Failed(Message, frozen=True):
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """The failure with this error; one that isn't Precast's own is told in a line."""
-        if isinstance(error, PrecastError):
-            return cls(type(error).__name__, error.code, error.message, error.where, error.fix)
-        first_line = next(iter(str(error).splitlines()), "")
-        return cls("TargetError", "engine-failed", f"{type(error).__name__}: {first_line}")
+        return cls(*errors.told(error, "engine-failed"))
 
     def error(self) -> PrecastError:
         """The same as an error to raise."""

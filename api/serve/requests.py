@@ -207,6 +207,8 @@ _MEANS_NOTHING: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """What is known and not done."""
+_MEANS_NOTHING_IN_CHATS = {"echo": (False,), "add_special_tokens": (False,)}
+"""What only completions have."""
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -221,7 +223,8 @@ def read_body(body: bytes, kind: type[R]) -> R:
         raise BadRequest(str(error), param=_param(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
-    for name, nothing in _MEANS_NOTHING.items():
+    more = _MEANS_NOTHING_IN_CHATS if isinstance(request, ChatRequest) else {}
+    for name, nothing in (_MEANS_NOTHING | more).items():
         value = getattr(request, name, None)
         if value is not None and not any(_equal(value, each) for each in nothing):
             raise BadRequest(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")

@@ -40,10 +40,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", forbid_unknown_fields=Tr
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Self:
         """The failure of `rank` with this error; one that isn't Precast's own is told in a line."""
-        if isinstance(error, PrecastError):
-            return cls(rank, type(error).__name__, error.code, error.message, error.where, error.fix)
-        first_line = next(iter(str(error).splitlines()), "")
-        return cls(rank, "TargetError", "rank-failed", f"{type(error).__name__}: {first_line}")
+        return cls(rank, *errors.told(error, "rank-failed"))
 
     def error(self) -> PrecastError:
         """The same as an error to raise; its place begins with the rank."""

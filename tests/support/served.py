@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from process_ends import LONG
+from process_ends import LONG, children
 from recitation import MODEL
 
 
@@ -99,8 +99,7 @@ class Served:
     @property
     def engine_process(self) -> int:
         """The engine's process id."""
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        found = [int(child) for file in children for child in file.read_text().split()]
+        found = children(self.process.pid)
         return next(pid for pid in found if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def faults(self) -> list[str]:

@@ -89,10 +89,9 @@ def serve(
 
     most_open = load["max_num_seqs"] * load["dp"] + max_queued
     options = Options(names or (_name_of(bundle),), most_open, stuck_after, keys)
-    place = http_process.Place(host, port, shutdown_timeout)
     load["choices"] = None if load["choices"] is None else str(load["choices"])
     wanted = Load(str(bundle), None if trust is None else str(trust), load)
-    http_process.serve(wanted, options, place, say=say)
+    http_process.serve(wanted, options, host=host, port=port, shutdown_seconds=shutdown_timeout, say=say)
 
 
 _SAID = {

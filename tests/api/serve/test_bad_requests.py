@@ -60,6 +60,8 @@ BODIES: dict[str, tuple[str, Any, str | None]] = {
     "penalty": (CHAT, {"messages": HI, "presence_penalty": 0.5}, "presence_penalty"),
     "bias": (CHAT, {"messages": HI, "logit_bias": {"5": 1}}, "logit_bias"),
     "log-probabilities of a chat": (CHAT, {"messages": HI, "logprobs": True}, "logprobs"),
+    "echo of a chat": (CHAT, {"messages": HI, "echo": True}, "echo"),
+    "special tokens around a chat": (CHAT, {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
     "tools": (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     "JSON": (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     "no messages": (CHAT, {"messages": []}, "messages"),
@@ -108,7 +110,7 @@ def test_what_says_nothing_is_taken(server: Served) -> None:
     }
 
     assert server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "best_of": 1, **nothing}).status == 200
-    assert server.ask(CHAT, {**chat, **nothing, "parallel_tool_calls": True}).status == 200
+    assert server.ask(CHAT, {**chat, **nothing, "parallel_tool_calls": True, "echo": False}).status == 200
 
 
 def test_models_that_are_not_here(server: Served) -> None:
