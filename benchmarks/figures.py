@@ -355,7 +355,24 @@ def serving_page() -> str:
         ("`/health` while texts of 5 MB are encoded: median, 99 %, the longest", _milliseconds(beside["milliseconds"]),
          f"without them: {_milliseconds(idle)}"),
     ]  # fmt: skip
-    return f"On {_machine('serve')}; `benchmarks/bench_serve.py`.\n\n" + _table(("what", "", "beside it"), rows)
+    text = f"On {_machine('serve')}; `benchmarks/bench_serve.py`.\n\n" + _table(("what", "", "beside it"), rows)
+    return text + "\n" + _served_by_a_gpu()
+
+
+def _served_by_a_gpu() -> str:
+    found = result("gpu_serve")
+    rows = [
+        (number, f"{each['seconds']:.2f}", f"{each['generate_seconds']:.2f}", f"{each['ratio']:.2f}",
+         f"{each['tokens_per_second']:,}")
+        for number, each in found["answers"].items()
+    ]  # fmt: skip
+    return (
+        f"With one {place('gpu_serve')}: Llama-3.1-8B in FP8, clients that each send a prompt of "
+        f"{found['prompt_tokens']} tokens and are streamed {found['tokens']}, beside `engine.generate` in a process "
+        "without HTTP (`benchmarks/bench_gpu_serve.py`). An answer of one token takes "
+        f"{found['first_token_ms']:.1f} ms. The server is ready {found['ready_seconds']:.1f} s after it is started, "
+        f"with the checkpoint in memory; an engine by itself is after {found['load_seconds']:.1f} s.\n\n"
+    ) + _table(("clients", "seconds", "`generate`", "ratio", "tokens a second"), rows)
 
 
 _DENSE = {"llama-3.1-8b": "in bfloat16", "llama-3.1-8b-fp8": "in FP8"}

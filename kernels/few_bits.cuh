@@ -97,9 +97,9 @@ __device__ __forceinline__ u32 lowered_fp4(u32 word, int i) {
   const u32 rest = i < 3 ? word << (9 - 4 * i) : word >> 3;
   return masked_with(rest, 0x0e000e00, word << (12 - 4 * i) & 0x80008000);
 #else
-  // The signs of every second nibble: others than the pair's own fall to where the other bits are taken from.
-  const u32 signs = word & (i % 2 ? 0x80808080 : 0x08080808), rest = i < 2 ? word << (6 - 4 * i) : word >> (4 * i - 6);
-  return (rest & 0x01c001c0) | (signs << (12 - 4 * i) & 0xfe3ffe3f);
+  // A nibble where the sign belongs, and once more 6 bits below, where the other bits belong: of each, these are kept.
+  const u32 nibbles = (i < 2 ? word : word >> 8) & (i % 2 ? 0x00f000f0 : 0x000f000f);
+  return nibbles * (i % 2 ? 0x104 : 0x1040) & 0x81c081c0;
 #endif
 }
 

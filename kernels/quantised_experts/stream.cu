@@ -62,7 +62,6 @@ constexpr int THREADS = 32 * (WARPS + 1 + ADDING_WARPS);
 constexpr int MAX_STAGES = 12;
 static_assert(MOST_PAIRS <= THREADS, "a thread has a pair");
 constexpr int BUFFERS = 2;            // tiles whose sums are in shared memory
-constexpr int CHAINS = 2 / EIGHTS;    // sums of a warp for the same result: an mma need not wait for the one before it
 
 #ifdef GATED
 constexpr int HALVES = 2;             // rows 0 to 7 of a tile are gates, rows 8 to 15 values
@@ -81,6 +80,8 @@ static_assert(GROUP == UNIT, "a scale for what a word of each of four lanes has"
 #else
 constexpr bool SCALES_ARE_POWERS = false;
 #endif
+// Sums of a warp for the same result: an mma need not wait for the one before it. Those of a unit are two in a row.
+constexpr int CHAINS = SCALES_ARE_POWERS ? 1 : 2 / EIGHTS;
 constexpr int UNITS = STEP / UNIT;
 constexpr int PIECE = SIZE_K / PIECES;
 constexpr int STEPS = PIECE / STEP, EACH = (STEPS + WARPS - 1) / WARPS;    // of a piece, and at most of a warp's
