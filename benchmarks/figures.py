@@ -59,6 +59,8 @@ def readme() -> str:
     at_start = long["vLLM's arithmetic at start, by tokens a step"]["16384"]
     beside = [result("gpu_vllm")[shape] for shape in ("llama-3.1-8b-int4", "gpt-oss-20b-mxfp4")]
     one = {by: ", ".join(f"{each[by]['decode_ms']['1']:.2f}" for each in beside) for by in ("precast", "vllm")}
+    served = result("gpu_serve")
+    clients, answers = list(served["answers"].items())[-1]
     rows = [
         ("build from the config, start to end of the process", _cost(small),
          "importing torch and transformers, and `torch.export` alone: "
@@ -87,6 +89,11 @@ def readme() -> str:
         ("a step of one sequence as it is served: Llama-3.1-8B in INT4, GPT-OSS-20B in MXFP4 "
          "([more](docs/quantisation.md#beside-vllm))",
          f"{one['precast']} ms", f"vLLM {beside[0]['vllm']['version']}: {one['vllm']} ms", place("gpu_vllm")),
+        (f"`precast serve`, Llama-3.1-8B in FP8: tokens streamed to {clients} clients "
+         "([more](docs/serving.md#what-it-costs))",
+         f"{answers['tokens_per_second']:,} a second; ready {served['ready_seconds']:.1f} s after its start",
+         f"`engine.generate` without HTTP: {answers['tokens_per_second'] * answers['ratio']:,.0f} a second",
+         place("gpu_serve")),
         ("float32: prompts whose 32 greedy tokens are transformers'",
          f"{equal} of {len(gpu['float32']['greedy_tokens_equal'])}", "", place("gpu_llama_8b")),
         ("bfloat16: logits, relative to transformers' in float32", f"off by {_range(half['logit_errors'], 3)}",
