@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -67,12 +68,12 @@ def rounded_experts(draw: Draw) -> Iterator[Sample]:
     groups of 128, a group and a part, and parts alone; one is of zeros, and some lie apart."""
     blocks, rows = partial(fp8, block=(128, 128)), partial(fp8, block=(1, 512))
     others = [partial(fp8, block=each) for each in ((32, 64), (8, 32), (512, 512))]
-    for make in (blocks, rows, *others):
-        for rounding in ("fp8_group", "fp8_group_e8m0", "fp8_token"):
-            yield experts(draw, make, 9, 2, 3, 288, 160) | {"rounding": rounding}
+    roundings = "fp8_group", "fp8_group_e8m0", "fp8_token"
+    for make, rounding in (*itertools.product((blocks, rows), roundings), *zip(others, roundings, strict=True)):
+        yield experts(draw, make, 5, 2, 3, 288, 160) | {"rounding": rounding}
     int8_rows = partial(int8, block=(1, 512))
     for make in (int8_rows, partial(int8, block=(8, 32), zeros=True), partial(packed, size=32)):
-        yield experts(draw, make, 9, 2, 3, 96, 160, bias=True) | {"rounding": "int8_token"}
+        yield experts(draw, make, 5, 2, 3, 96, 160, bias=True) | {"rounding": "int8_token"}
     yield experts(draw, mxfp4, 9, 2, 3, 160, 32) | {"rounding": "fp8_group"}
     yield {**experts(draw, rows, 7, 3, 4, 130, 48, bias=True), **CLAMPED, "rounding": "fp8_group"}
     sample = experts(draw, int8_rows, 6, 2, 3, 48, 32, gated=False) | {"rounding": "int8_token", "activation": "relu2"}
