@@ -138,6 +138,7 @@ CODES: dict[str, str] = {
     "implementation-missing": "no implementation computes a node on this target",
     "native-refused": "a native layer was asked for by its digest, and can't be used on this machine",
     "engine-failed": "the process of a server's engine has ended",
+    "draining": "a server ends, and an answer that ran is cut off",
     "group-missing": "a collective in the graph is about ranks that this one is not connected with",
     # --- ranks ------------------------------------------------------------------------------------------------
     "rank-missing": "a rank did not come to the others in time",
@@ -146,6 +147,7 @@ CODES: dict[str, str] = {
     "rank-failed": "a rank has failed with an error of another kind",
     "ranks-differ": "the ranks are not of one kind: bundles, options, releases or devices differ",
     "port-taken": "the port that ranks were to meet at, or a server was to listen on, is taken",
+    "host-unknown": "a server was to listen on an address that isn't this machine's",
 }
 
 FIXES: dict[str, str] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,14 +54,15 @@ async def whole(expected: Expected, receive: Receive) -> Response:
 
 
 class EventStream(Response):
-    """The answers as server-sent events, as they grow."""
+    """The answers as server-sent events, as they grow. `on_failure` is called with why they end with an error."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: Expected, on_failure: Callable[[str], object]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._expected = expected
+        self._on_failure = on_failure
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +90,8 @@ class EventStream(Response):
                 if chunk := reply.more(index, part, expected.usage()):
                     await self._body(send, chunk)
         except TargetError as failed:
+            if failed.code != "draining":
+                self._on_failure(f"{failed.code}: {failed.message}")
             await self._body(send, streamed(error(failed.message, kind="server_error", code=failed.code)))
         else:
             if reply.has_usage:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from precast import __version__
-from precast.ir.errors import PrecastError, RequestError
+from precast.ir.errors import PrecastError, RequestError, TargetError
 from precast.loader.engine.params import SamplingParams
 from precast.serve.answering import EventStream, Expected, whole
 from precast.serve.keys import Keys
@@ -45,6 +45,8 @@ MOST_READ_BYTES = 256 << 20
 """Of all requests that are being read."""
 TEXT_THREADS = 4
 """That render templates and encode texts."""
+FAILED = "precast.failed"
+"""In a request's scope: what notes in the log why it has failed."""
 R = TypeVar("R")
 _LOG = logging.getLogger("precast.serve")
 
@@ -107,15 +109,18 @@ class App:
         is_fit = 0 < len(given) <= 128 and given.isascii() and given.decode().isprintable()
         name = given if is_fit else uuid.uuid4().hex.encode()
 
+        route = scope["path"] if scope["path"] in self._routes else "other"
+
+        def failed(why: str) -> None:
+            _LOG.error("request %s: %s %s failed: %s", name.decode(), scope["method"], route, why)
+
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                status, route = message["status"], scope["path"] if scope["path"] in self._routes else "other"
-                self._meters.requests.labels(route, str(status)).inc()
+                self._meters.requests.labels(route, str(message["status"])).inc()
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
-                if status == 500:
-                    _LOG.error("request %s: %s %s failed", name.decode(), scope["method"], route)
             await send(message)
 
+        scope[FAILED] = failed
         await self._asgi(scope, receive, counted)
 
     # --- how it is ---------------------------------------------------------------------------------------------------
@@ -228,7 +233,9 @@ class App:
         watches = [Watch(self._meters, began) for _ in questions]
         all_echoes = [echo for echo in echoes for _ in range(num_each)]
         expected = Expected(answers, self._reply(body), watches, all_echoes, num_prompt_tokens, place)
-        return EventStream(expected) if body.stream else await whole(expected, request.receive)
+        if not body.stream:
+            return await whole(expected, request.receive)
+        return EventStream(expected, request.scope[FAILED])
 
     def _reply(self, body: CompletionRequest | ChatRequest) -> Reply:
         _, opened = self._loaded()
@@ -281,7 +288,10 @@ class App:
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._read(request, DetokenizeRequest)
-        prompts, _ = self._loaded()
+        prompts, opened = self._loaded()
+        most = opened.model.vocab_size - 1
+        if wrong := next((each for each in body.tokens if not 0 <= each <= most), None):
+            raise BadRequest(f"{wrong} is no token, expected 0 to {most}", param="tokens")
         return json_response({"prompt": await self._with_place(lambda: _text_of(prompts, body.tokens))})
 
     # --- what they share ---------------------------------------------------------------------------------------------
@@ -332,14 +342,17 @@ def _drawn_apart(params: SamplingParams, i: int) -> SamplingParams:
     return params if params.seed is None or i == 0 else replace(params, seed=(params.seed + i) % 2**63)
 
 
-async def _answer_to_error(_: Request, failed: Exception) -> Response:
+async def _answer_to_error(request: Request, failed: Exception) -> Response:
     if isinstance(failed, RequestError):
-        failed = refused(failed)
+        failed = refused(failed, is_chat="chat" in request.url.path)
+    if isinstance(failed, TargetError) and failed.code == "draining":
+        failed = BadRequest(failed.message, status=503, code=failed.code)
     if isinstance(failed, BadRequest):
         kind = "invalid_request_error" if failed.status < 500 else "server_error"
         found = error(failed.message, kind=kind, param=failed.param, code=failed.code)
         return json_response(found, failed.status, {"Retry-After": "1"} if failed.status == 503 else None)
     assert isinstance(failed, PrecastError)
+    request.scope[FAILED](f"{failed.code}: {failed.message}")
     return json_response(error(failed.message, kind="server_error", code=failed.code), 500)
 
 
@@ -354,7 +367,8 @@ async def _gone(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _broken(_: Request, __: Exception) -> Response:
+async def _broken(request: Request, failed: Exception) -> Response:
     """A fault of ours, which the log has."""
+    request.scope[FAILED](type(failed).__name__)
     refusal = error("the server has failed at this request", kind="server_error", code="internal_error")
     return json_response(refusal, 500)

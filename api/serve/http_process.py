@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import socket
@@ -27,8 +28,8 @@ from precast.serve.prompts import Prompts
 
 LOOKS_SECONDS = 0.05
 """How often a server that is to end looks whether the last answer has."""
-
-
+TELLS_SECONDS = 1.0
+"""For which clients whose answers are cut off may take to be told so."""
 MOST_FILES = 1 << 16
 """Descriptors that a server asks the system for: each connection is one."""
 
@@ -39,10 +40,11 @@ def serve(
     """Serve until a signal comes; answers have `shutdown_seconds` to end then.
 
     `say` is called with an event's name and what there is to say: `listening` with the address, `ready` with the
-    seconds that the load took, `draining` with the number of answers that run.
+    seconds that the load took, `draining` with the number of answers that run, `cutting` with that of requests whose
+    answers don't end.
 
     Raises what ends the engine: BundleError, WeightsError and others of `precast.load`, TargetError (`engine-failed`);
-    and TargetError (`port-taken`) where it can't listen.
+    and TargetError (`port-taken`, `host-unknown`) where it can't listen.
     """
     _allow_files()
     with _listening(host, port) as listener:
@@ -59,13 +61,13 @@ async def _serve(
         app, log_level="error", access_log=False, lifespan="off", ws="none", server_header=False,
         timeout_graceful_shutdown=2, timeout_keep_alive=75,
     )  # fmt: skip
-    server = _Server(config, app, shutdown_seconds, say)
+    server = _Server(config, app, link, shutdown_seconds, say)
     engine = asyncio.ensure_future(asyncio.gather(link.run(load), _prepare(link, app, say)))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     await asyncio.wait((engine, http), return_when=asyncio.FIRST_COMPLETED)
     server.end()
     await http
-    await link.close(at_once=server.force_exit)
+    await link.close(at_once=server.force_exit or server.cuts)
     engine.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await engine
@@ -89,24 +91,28 @@ async def _prepare(link: Link, app: App, say: Callable[[str, str], None]) -> Non
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which answers before it ends."""
+    """uvicorn's server, which answers before it ends. `cuts`: it ends before all answers have."""
 
     def __init__(
-        self, config: uvicorn.Config, app: App, shutdown_seconds: float, say: Callable[[str, str], None]
+        self, config: uvicorn.Config, app: App, link: Link, shutdown_seconds: float, say: Callable[[str, str], None]
     ) -> None:
         super().__init__(config)
+        self.cuts = False
         self._app = app
+        self._link = link
         self._shutdown_seconds = shutdown_seconds
         self._say = say
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first drains, the second ends."""
-        if self._app.drains:
+        """A signal: the first drains, the second cuts off, and the third waits for nothing."""
+        if self.cuts:
             self.end(at_once=True)
-            return
-        self._app.drains = True
-        asyncio.get_running_loop().call_soon_threadsafe(self._drain)
+        elif self._app.drains:
+            self.cuts = True
+        else:
+            self._app.drains = True
+            asyncio.get_running_loop().call_soon_threadsafe(self._drain)
 
     def end(self, *, at_once: bool = False) -> None:
         """Answer nothing more. What is cut off now is no error for the log."""
@@ -118,13 +124,24 @@ class _Server(uvicorn.Server):
         self._draining = asyncio.create_task(self._end_after_the_last())
 
     async def _end_after_the_last(self) -> None:
-        loop = asyncio.get_running_loop()
+        places, loop = self._app.places, asyncio.get_running_loop()
         until = loop.time() + self._shutdown_seconds
-        with contextlib.suppress(OSError, PrecastError):  # whoever read what it says may have gone
-            self._say("draining", str(self._app.places.num_open))
-        while self._app.places.num_unsent and loop.time() < until:
+        self._tell("draining", places.num_open)
+        while places.num_unsent and loop.time() < until and not self.cuts:
             await asyncio.sleep(LOOKS_SECONDS)
-        self.end(at_once=self._app.places.num_unsent > 0)
+        if places.num_unsent:
+            self.cuts = True
+            self._tell("cutting", places.num_unsent)
+            self._link.cut_off()
+            until = loop.time() + TELLS_SECONDS
+            while places.num_unsent and loop.time() < until:
+                await asyncio.sleep(LOOKS_SECONDS)
+            await asyncio.sleep(LOOKS_SECONDS)  # a place is left just before the last is sent
+        self.end(at_once=places.num_unsent > 0)
+
+    def _tell(self, event: str, number: int) -> None:
+        with contextlib.suppress(OSError, PrecastError):  # whoever read what it says may have gone
+            self._say(event, str(number))
 
 
 def _allow_files() -> None:
@@ -136,15 +153,17 @@ def _allow_files() -> None:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises TargetError (`port-taken`) where it can't."""
+    """A socket that listens. Raises TargetError (`port-taken`, `host-unknown`) where it can't."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         raise TargetError(
-            "port-taken", f"the server can't listen on port {port} of {host}: {error.strerror}",
-            fix="give another --port, or another --host",
-        ) from None  # fmt: skip
+            "host-unknown" if is_host else "port-taken",
+            f"the server can't listen on port {port} of {host}: {error.strerror}",
+            fix="give an address of this machine as --host" if is_host else "give another --port, or another --host",
+        ) from None
     listener.setblocking(False)
     return listener
 

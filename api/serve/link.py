@@ -59,8 +59,8 @@ class Question(NamedTuple):
 class Link:
     """The engine's process. All of it is used in one event loop.
 
-    `phase` is what the load does now. `opened` and `ready` are there as soon as the engine has said so; `failed` is why
-    it will never answer again.
+    `phase` is what the load does now, or `serving`. `opened` and `ready` are there as soon as the engine has said so;
+    `failed` is why it will never answer again.
     """
 
     def __init__(self, program: Sequence[str] = ENGINE) -> None:
@@ -142,6 +142,12 @@ class Link:
             self._send(Cancel(number))
             answers.ended()
 
+    def cut_off(self) -> None:
+        """Tell all who wait that nothing more comes, as the server ends."""
+        error = TargetError("draining", "the server ended before the answer did")
+        for answers in set(self._answers.values()):
+            answers.hear(error)
+
     async def count(self) -> Counted | None:
         """The engine's counters; None where it doesn't give them, or not in time."""
         if self.ready is None or self.failed is not None:
@@ -180,7 +186,7 @@ class Link:
             case Opened():
                 await self._change(opened=message)
             case Ready():
-                await self._change(ready=message)
+                await self._change(ready=message, phase="serving")
             case Failed():
                 await self._lose(message.error())
 

@@ -98,10 +98,21 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request_id: Any = None
 
     def sampling(self, defaults: dict[str, Any], max_tokens: int | None) -> SamplingParams:
-        """How an answer is drawn: as the request says, else by the model's own defaults. Raises RequestError."""
+        """How an answer is drawn: as the request says, else by the model's own defaults. Raises BadRequest."""
         said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")}
         found = defaults | {name: value for name, value in said.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, stop=self.stop, **found)
+        try:
+            return SamplingParams(max_tokens=max_tokens, stop=self.stop, **found)
+        except RequestError as error:
+            raise self._refused(error) from None
+
+    def _refused(self, error: RequestError) -> BadRequest:
+        """What SamplingParams refuses: it begins with the option, and has Python's word for null."""
+        param = error.message.partition(" is ")[0]
+        if param == "max_tokens" and getattr(self, "max_completion_tokens", None) is not None:
+            param = "max_completion_tokens"
+        said = error.message.partition(" is ")[2].replace("None", "null")
+        return BadRequest(f"{param} is {said}", param=param, code=error.code)
 
 
 class CompletionRequest(_Request, frozen=True, kw_only=True):
@@ -263,11 +274,13 @@ def checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def refused(error: RequestError) -> BadRequest:
-    """The engine's refusal as the client gets it."""
+def refused(error: RequestError, *, is_chat: bool) -> BadRequest:
+    """The engine's refusal as the client gets it: of a prompt, which in a chat is made of the messages."""
     fix = f"; {error.fix}" if error.fix else ""
     code = "context_length_exceeded" if error.code.startswith("prompt-too") else error.code
-    return BadRequest(f"{error.message}{fix}", code=code)
+    is_prompts = error.code.startswith(("prompt-", "token"))
+    param = ("messages" if is_chat else "prompt") if is_prompts else None
+    return BadRequest(f"{error.message}{fix}", param=param, code=code)
 
 
 def _equal(value: Any, other: Any) -> bool:

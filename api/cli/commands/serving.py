@@ -15,11 +15,32 @@ from precast.cli.verbs import Verb, echo
 from precast.ir.errors import RequestError, TargetError
 
 KEY_VARIABLE = "PRECAST_API_KEY"
+
+
+class Seconds(click.FloatRange):
+    """A number in a range; NaN is in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click says."""
+        found = super().convert(value, param, ctx)
+        return self.fail(f"{value} is not a number.", param, ctx) if found != found else found
+
+
+class Name(click.ParamType):
+    """A text that isn't empty."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click says."""
+        return value or self.fail("it is empty.", param, ctx)
+
+
 PLACE = together(
     click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 in a container."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
     click.option(
-        "--model-name", "names", multiple=True, metavar="NAME",
+        "--model-name", "names", multiple=True, metavar="NAME", type=Name(),
         help="What requests call the model; may be repeated. Default: the bundle's name.",
     ),
     click.option(
@@ -33,11 +54,11 @@ QUEUE = together(
         help="Answers that wait beside those that run; more are turned away with 503.",
     ),
     click.option(
-        "--shutdown-timeout", type=click.FloatRange(min=0), default=20.0, show_default=True, metavar="SECONDS",
+        "--shutdown-timeout", type=Seconds(min=0), default=20.0, show_default=True, metavar="SECONDS",
         help="After SIGTERM, how long answers may take to end.",
     ),
     click.option(
-        "--stuck-after", type=click.FloatRange(min=1), default=300.0, show_default=True, metavar="SECONDS",
+        "--stuck-after", type=Seconds(min=1), default=300.0, show_default=True, metavar="SECONDS",
         help="How long a busy engine may be silent, before /health says 503.",
     ),
 )  # fmt: skip
@@ -63,7 +84,7 @@ def serve(
     """Load BUNDLE with --weights and answer OpenAI's requests over HTTP.
 
     SIGTERM and Ctrl-C let the answers that run end; a second signal ends at once. With --json, each thing that happens
-    is a line: {"event": "listening", "value": "http://127.0.0.1:8000"}, then "ready" and "draining".
+    is a line: {"event": "listening", "value": "http://127.0.0.1:8000"}, then "ready", "draining" and "cutting".
     """
     from precast.loader.world.start import launched
 
@@ -97,7 +118,8 @@ def serve(
 _SAID = {
     "listening": "listening at {value}, loading",
     "ready": "serving {name}: loaded in {value} s",
-    "draining": "ending: {value} answers run; a second signal ends at once",
+    "draining": "ending: answers that run: {value}; a second signal ends at once",
+    "cutting": "ending: requests whose answers are cut off: {value}",
 }
 
 

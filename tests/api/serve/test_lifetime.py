@@ -172,11 +172,30 @@ def test_it_ends_in_order_where_nobody_hears_what_it_says(bundle: Path) -> None:
         assert server.end() == 0
 
 
-def test_answers_have_so_long_to_end(bundle: Path) -> None:
-    with served(bundle, "--shutdown-timeout", "0.1") as server, begun(server):
-        os.kill(server.engine_process, signal.SIGSTOP)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_clients_hear_that_their_answers_are_cut_off(signals: int, bundle: Path) -> None:
+    """After the time that answers have, or at a second signal."""
+    seconds = "0.1" if signals == 1 else str(10 * LONG)
+    with served(bundle, "--shutdown-timeout", seconds) as server, begun(server) as response:
+        with closing(server.connect()) as connection:
+            send_request(connection, COMPLETIONS, {**ENDLESS, "n": 2})
+            server.until(lambda: server.metric("precast_requests_running") == 3)
+            os.kill(server.engine_process, signal.SIGSTOP)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.said("draining") == "3"
+            if signals == 2:
+                server.process.send_signal(signal.SIGTERM)
+            assert server.said("cutting") == "2"
+            whole = connection.getresponse()
+            refusal = msgspec.json.decode(whole.read())["error"]
+            text = response.read()
 
-        assert server.end() == 0
+        assert (whole.status, refusal["code"], whole.headers["Retry-After"]) == (503, "draining", "1")
+        assert whole.headers["X-Request-Id"]
+        assert b'"code":"draining"' in text
+        assert text.endswith(b"data: [DONE]\n\n")
+        assert server.process.wait(LONG) == 0
+        assert server.faults() == []
 
 
 def test_whoever_sends_signals_to_all_processes_ends_it_in_order(bundle: Path) -> None:
@@ -195,7 +214,11 @@ def test_an_engine_that_is_lost_ends_the_server(bundle: Path) -> None:
 
         assert b"engine-failed" in response.read()
         assert server.process.wait(LONG) == 4
-        assert server.faults() == ["error: the engine's process was ended by SIGKILL"]
+        assert server.process.stderr is not None
+        told = server.process.stderr.read()
+        assert "POST /v1/completions failed: engine-failed: the engine's process was ended by SIGKILL" in told
+        assert "\nerror: the engine's process was ended by SIGKILL" in told
+        assert "Traceback" not in told
 
 
 def test_an_engine_that_hangs_is_unhealthy(bundle: Path) -> None:
@@ -271,6 +294,23 @@ def test_a_port_that_is_taken(bundle: Path) -> None:
 
     assert ran.returncode == 4
     assert f"can't listen on port {port} of 127.0.0.1" in ran.stderr
+    assert "code: port-taken" in ran.stderr
+
+
+def test_a_host_that_is_not_this_one(bundle: Path) -> None:
+    """An address that is set aside for documents."""
+    ran = run_precast("serve", bundle, "--weights", MODEL, "--device", "cpu", "--port", "0", "--host", "192.0.2.1")
+
+    assert ran.returncode == 4
+    assert "code: host-unknown" in ran.stderr
+
+
+@pytest.mark.parametrize("option", ["--shutdown-timeout=nan", "--stuck-after=nan", "--model-name="])
+def test_options_that_say_nothing_are_refused(option: str, bundle: Path) -> None:
+    ran = run_precast("serve", bundle, "--weights", MODEL, option)
+
+    assert ran.returncode == 2
+    assert option.partition("=")[0] in ran.stderr
 
 
 def test_a_launcher_s_processes_are_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
