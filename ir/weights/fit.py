@@ -224,6 +224,8 @@ def check(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles, *, mos
             lines += [f"    {line}" for line in first]
             lines[-1] += hint
     fix = "use a checkpoint of the model that the bundle was built for, or build a bundle from this checkpoint's config"
+    if any(stored.dtype not in ANY_FLOAT for stored in files.tensors.values()):
+        fix += "; if it is that config, its quantization_config doesn't say how these tensors are stored"
     raise WeightsError("weights-mismatch", "\n".join(lines), where=files.folder.name, fix=fix)
 
 

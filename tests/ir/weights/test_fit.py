@@ -164,6 +164,15 @@ def test_everything_is_reported_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(("dtype", "is_told"), [("float8_e4m3fn", True), ("int32", True), ("bfloat16", False)])
+def test_what_to_do_of_a_quantised_checkpoint(dtype: str, is_told: bool) -> None:
+    """Its config may be the bundle's, and say something else."""
+    with pytest.raises(WeightsError) as error:
+        fit.check(tiny_graph(), NO_RULES, fitting(**{NORM: stored((17,), dtype)}))
+
+    assert ("quantization_config" in str(error.value.fix)) == is_told
+
+
 def test_long_lists_are_cut_and_counted() -> None:
     files = fitting(**{f"extra.{i}": stored((1,)) for i in range(13)})
 
