@@ -1,8 +1,8 @@
 """The server's process from its first line to its last: listen, load, serve, drain, end.
 
 The port answers from the beginning: that the model is loading is an answer, too. SIGTERM and Ctrl-C end it in order:
-it is not ready any more, new requests are turned away, and those that run are answered, for some time at most. A second
-signal ends it at once.
+it is not ready any more, new requests are turned away, and those that run are answered, for some time at most. Then, or
+at a second signal, they are told that they are cut off.
 """
 
 from __future__ import annotations
