@@ -61,6 +61,7 @@ def readme() -> str:
     one = {by: ", ".join(f"{each[by]['decode_ms']['1']:.2f}" for each in beside) for by in ("precast", "vllm")}
     served = result("gpu_serve")
     clients, answers = list(served["answers"].items())[-1]
+    alone = int(clients) * served["tokens"] / answers["generate_seconds"]
     rows = [
         ("build from the config, start to end of the process", _cost(small),
          "importing torch and transformers, and `torch.export` alone: "
@@ -92,7 +93,7 @@ def readme() -> str:
         (f"`precast serve`, Llama-3.1-8B in FP8: tokens streamed to {clients} clients "
          "([more](docs/serving.md#what-it-costs))",
          f"{answers['tokens_per_second']:,} a second; ready {served['ready_seconds']:.1f} s after its start",
-         f"`engine.generate` without HTTP: {answers['tokens_per_second'] * answers['ratio']:,.0f} a second",
+         f"`engine.generate` without HTTP: {alone:,.0f} a second",
          place("gpu_serve")),
         ("float32: prompts whose 32 greedy tokens are transformers'",
          f"{equal} of {len(gpu['float32']['greedy_tokens_equal'])}", "", place("gpu_llama_8b")),
@@ -376,7 +377,7 @@ def _served_by_a_gpu() -> str:
     return (
         f"With one {place('gpu_serve')}: Llama-3.1-8B in FP8, clients that each send a prompt of "
         f"{found['prompt_tokens']} tokens and are streamed {found['tokens']}, beside `engine.generate` in a process "
-        "without HTTP (`benchmarks/bench_gpu_serve.py`). An answer of one token takes "
+        "without HTTP (`benchmarks/bench_gpu_serve.py`). An answer of one token to a known prompt takes "
         f"{found['first_token_ms']:.1f} ms. The server is ready {found['ready_seconds']:.1f} s after it is started, "
         f"with the checkpoint in memory; an engine by itself is after {found['load_seconds']:.1f} s.\n\n"
     ) + _table(("clients", "seconds", "`generate`", "ratio", "tokens a second"), rows)

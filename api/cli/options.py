@@ -19,6 +19,25 @@ class BundlePath(click.Path):
         return value if is_address else super().convert(value, param, ctx)
 
 
+class Seconds(click.FloatRange):
+    """A number in a range; NaN is in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click says."""
+        found = super().convert(value, param, ctx)
+        return self.fail(f"{value} is not a number.", param, ctx) if found != found else found
+
+
+class Name(click.ParamType):
+    """A text that isn't empty."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click says."""
+        return value or self.fail("it is empty.", param, ctx)
+
+
 class BundleFolder(click.Path):
     """A bundle's directory, of verbs that take no address."""
 

@@ -344,7 +344,7 @@ def _drawn_apart(params: SamplingParams, i: int) -> SamplingParams:
 
 async def _answer_to_error(request: Request, failed: Exception) -> Response:
     if isinstance(failed, RequestError):
-        failed = refused(failed, is_chat="chat" in request.url.path)
+        failed = refused(failed, is_chat=request.url.path.endswith("/chat/completions"))
     if isinstance(failed, TargetError) and failed.code == "draining":
         failed = BadRequest(failed.message, status=503, code=failed.code)
     if isinstance(failed, BadRequest):

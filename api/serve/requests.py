@@ -278,7 +278,7 @@ def refused(error: RequestError, *, is_chat: bool) -> BadRequest:
     """The engine's refusal as the client gets it: of a prompt, which in a chat is made of the messages."""
     fix = f"; {error.fix}" if error.fix else ""
     code = "context_length_exceeded" if error.code.startswith("prompt-too") else error.code
-    is_prompts = error.code.startswith(("prompt-", "token"))
+    is_prompts = error.code.startswith("prompt-") or error.code == "token-out-of-range"
     param = ("messages" if is_chat else "prompt") if is_prompts else None
     return BadRequest(f"{error.message}{fix}", param=param, code=code)
 

@@ -80,7 +80,8 @@ static_assert(GROUP == UNIT, "a scale for what a word of each of four lanes has"
 #else
 constexpr bool SCALES_ARE_POWERS = false;
 #endif
-// Sums of a warp for the same result: an mma need not wait for the one before it. Those of a unit are two in a row.
+// Sums of a warp for the same result: an mma need not wait for the one before it. Where scales are
+// powers a unit has sums of its own, of two mma, and other units go on meanwhile.
 constexpr int CHAINS = SCALES_ARE_POWERS ? 1 : 2 / EIGHTS;
 constexpr int UNITS = STEP / UNIT;
 constexpr int PIECE = SIZE_K / PIECES;

@@ -10,32 +10,21 @@ from typing import Any
 import click
 
 from precast.cli.commands.running import KERNELS, LIMITS, RANKS
-from precast.cli.options import ALLOW_CONFIG_MISMATCH, AS_JSON, BUNDLE, CHECKPOINT, TIMEOUT, TRUST, together
+from precast.cli.options import (
+    ALLOW_CONFIG_MISMATCH,
+    AS_JSON,
+    BUNDLE,
+    CHECKPOINT,
+    TIMEOUT,
+    TRUST,
+    Name,
+    Seconds,
+    together,
+)
 from precast.cli.verbs import Verb, echo
 from precast.ir.errors import RequestError, TargetError
 
 KEY_VARIABLE = "PRECAST_API_KEY"
-
-
-class Seconds(click.FloatRange):
-    """A number in a range; NaN is in none."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click says."""
-        found = super().convert(value, param, ctx)
-        return self.fail(f"{value} is not a number.", param, ctx) if found != found else found
-
-
-class Name(click.ParamType):
-    """A text that isn't empty."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click says."""
-        return value or self.fail("it is empty.", param, ctx)
-
-
 PLACE = together(
     click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 in a container."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
