@@ -127,7 +127,7 @@ def build(
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
-    if dequantise:
+    if dequantise and opened.facts.quantisation is not None:
         disabled_passes = {*disabled_passes, KEEP_QUANTISED.name}
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
     _check_quantise(quantise, opened, disabled_passes, dequantise=dequantise)
@@ -135,7 +135,7 @@ def build(
     in_full = KEEP_QUANTISED.name in disabled_passes
     options = dataclasses.replace(options, dequantise=in_full, activations=activations, quantise=quantise)
     gpus, among = [target_named(name) for name in dict.fromkeys(targets)], worlds_named(worlds)
-    notes = _notes(opened, dtype)
+    notes = _notes(opened, dtype, dequantise=dequantise)
     if snapshot_after is not None and snapshots is None:
         message = f"snapshot_after is {snapshot_after}, but there is no directory for snapshots"
         raise BuildError("option-invalid", message, fix="name one as snapshots, or leave snapshot_after out")
@@ -256,11 +256,13 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _notes(source: Source, dtype: str) -> dict[str, object]:
-    """What was chosen because neither the config nor the user said it, and what of the config was left out, for the
-    provenance; it is logged as well, before the build takes its time."""
+def _notes(source: Source, dtype: str, *, dequantise: bool) -> dict[str, object]:
+    """What was chosen because neither the config nor the user said it, what of the config was left out, and options
+    that change nothing, for the provenance; it is logged as well, before the build takes its time."""
     facts = source.facts
     notes = [*([facts.dtype_note] if facts.dtype_note and dtype == "auto" else []), *facts.notes]
+    if dequantise and facts.quantisation is None:
+        notes.append("the config says nothing of quantised weights: with or without dequantise it is the same bundle")
     for note in notes:
         logging.getLogger("precast").warning("warning: %s: %s", source.name, note)
     return {"notes": notes} if notes else {}

@@ -116,6 +116,8 @@ def _heading(pem: bytes) -> str:
     if pem.count(keys.PEM) != 1 or len(known) != 1:
         message = f"expected one private key in PEM, of PKCS #8 or of cosign, found {keys.headings(pem)}"
         fix = "`openssl pkcs8 -topk8 -in KEY` turns a key of another PEM format into PKCS #8"
+        if b"-----BEGIN PUBLIC KEY-----" in pem:
+            fix = "sign with the private key that belongs to this public one"
         raise TrustError("key-invalid", message, fix=fix)
     return known[0]
 

@@ -112,7 +112,7 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             "feature-unsupported",
             f"the checkpoint is quantised by {cut(what)}; known are {', '.join(_KNOWN)}",
             where=where,
-            fix="use a checkpoint of float32, bfloat16 or float16 weights, or of one of these formats",
+            fix=f"{_OTHER}, or of one of these formats",
         )
     if found := list(_unknown(method, entries)):
         raise _refuse_all(method, found, where)
@@ -123,6 +123,8 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
         _check_mixed(entries, where)
     if method == "mlx" and not {"group_size", "bits"} <= set(entries):
         raise refuse(method, "no group_size, or no bits", where)
+    if method == "gptq" and "bits" not in entries:
+        raise refuse(method, "no bits", where, why="4 or 8 are known")
     if method == "compressed-tensors" and "config_groups" not in entries:
         raise refuse(method, "no config_groups", where)
     for name, pattern in _patterns(method, entries):
@@ -234,7 +236,7 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
     if (algorithm == "MIXED_PRECISION") != bool(layers):
         raise refuse("modelopt", f"quant_algo = {algorithm!r} and {len(layers or ())} quantized_layers", where)
     if algorithm and not layers and "ignore" not in entries:
-        fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_USE_OTHER}"
+        fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_OTHER}"
         raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where, fix)
     known = () if not algorithm else (algorithm,) if not layers else tuple(_MODELOPT)
     _check_modelopt_groups("modelopt", entries, known, where)
@@ -327,7 +329,8 @@ def _has_targets(group: Mapping[str, Any]) -> bool:
     return bool(group.get("targets")) and _names(group["targets"])
 
 
-_USE_OTHER = "use a checkpoint of float32, bfloat16 or float16 weights"
+_OTHER = "use a checkpoint of float32, bfloat16 or float16 weights"
+_USE_OTHER = f"take quantization_config as the checkpoint's publisher has it; or {_OTHER}"
 
 
 _COMPRESSED = (

@@ -133,6 +133,13 @@ def test_other_files_are_refused(pem: bytes) -> None:
     assert code_of(pem, "x") == "key-invalid"
 
 
+def test_a_public_key_signs_nothing() -> None:
+    with pytest.raises(TrustError) as caught:
+        private_key(signers.public_pem(signers.p256()))
+
+    assert caught.value.fix == "sign with the private key that belongs to this public one"
+
+
 def test_an_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "k.pem").write_bytes(b"hello")
 

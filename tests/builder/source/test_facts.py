@@ -92,6 +92,21 @@ def test_a_build_says_which_dtype_it_chose(tmp_path: Path, caplog: pytest.LogCap
     assert len([record for record in caplog.records if record.name == "precast"]) == 1
 
 
+def test_dequantise_of_what_is_not_quantised_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    source = opened(tmp_path, entries_of("llama"))
+
+    whole, plain = (
+        build(source.config, tmp_path / name, dtype="float32", dequantise=name == "whole")
+        for name in ("whole", "plain")
+    )
+
+    assert whole.digest == plain.digest
+    assert whole.provenance["notes"] == [
+        "the config says nothing of quantised weights: with or without dequantise it is the same bundle"
+    ]
+    assert "notes" not in plain.provenance
+
+
 # --- tokens ------------------------------------------------------------------------------------------------------
 
 

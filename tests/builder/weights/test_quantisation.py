@@ -26,6 +26,7 @@ from precast.ir.graph.schema import Cast
         ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}, "checkpoint_format = 'gemv_fast'"),
         ({"quant_method": "awq", "bits": 4, "lm_head": True}, "lm_head = True"),
         ({"quant_method": "gptq", "bits": 3}, "bits = 3"),
+        ({"quant_method": "gptq", "group_size": 128}, "by gptq, with no bits: 4 or 8 are known"),
         ({"quant_method": "gptq", "bits": 4.0}, r"bits = 4\.0: .* expected 4 or 8"),
         ({"quant_method": "gptq", "dynamic": {".*": {"bits": 8.0}}}, r"dynamic = .*8\.0"),
         ({"quant_method": "gptq", "desc_act": 0}, "desc_act = 0: .* expected True, False or nothing"),
