@@ -24,6 +24,13 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], u32 from)
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
+// Of an 8 x 8 matrix of elements, of which each lane has two neighbours of a row.
+__device__ __forceinline__ u32 transposed(u32 matrix) {
+  u32 found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(matrix));
+  return found;
+}
+
 #ifdef FLOAT16
 #define MMA_TYPES "f32.f16.f16.f32"
 #else

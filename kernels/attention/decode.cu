@@ -86,13 +86,6 @@ __device__ __forceinline__ void copy_piece(u32 to, const Stored* from, u32 bytes
           "r"(to), "l"(from), "r"(bytes), "r"((u32)wanted) : "memory");
 }
 
-// Of an 8 x 8 matrix of elements, of which each lane has two neighbours of a row.
-__device__ __forceinline__ u32 transposed(u32 matrix) {
-  u32 found;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(matrix));
-  return found;
-}
-
 __device__ __forceinline__ float widened(float value) { return value; }
 
 // Writes to the shared memory of a CTA of the cluster, and counts the bytes at its barrier.

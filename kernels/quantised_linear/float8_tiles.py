@@ -19,14 +19,18 @@ from precast.kernels.use import Use
 ROWS = (16, 32, 64, 128, 256)
 """Rows of the input at most: a record each."""
 _FEW, _MOST_COLUMNS = 64, 128
-"""With more rows than the first cuBLASLt is faster, but where clusters share tiles; and those of the input that a tile
-has at most."""
+"""With more rows than the first cuBLASLt is faster, but where clusters share tiles, or up to the second scales are of
+rows and tiles fill the GPU (`_FULL`); and those of the input that a tile has at most."""
+_FULL = 0.8
+"""Of the multiprocessors that tiles could keep busy, taken by turns, so many have one. With 0.6 cuBLASLt was faster."""
 _MOST_STEPS = 16
 """With more rows than `_FEW`, and scales of blocks, so many stages of a block at most: of more cuBLASLt is faster."""
 _LEAST = 9
 """Of fewer rows it is the weight stream."""
 _TILE, _INPUTS = 128, 128
 """Rows of the weight in a tile, and inputs of a stage."""
+_FINISHED = 16
+"""Columns of a tile that one block of a cluster finishes together."""
 _THREADS, _MULTIPLYING = 384, 256
 """Threads of a block, and those of it that multiply."""
 _SHARED_BYTES, _MOST_STAGES = 227 << 10, 12
@@ -53,8 +57,9 @@ def plan_of(rows: int, outputs: int, inputs: int, *, in_blocks: bool) -> Plan:
     cluster = max(1, min(max(_IN_CLUSTERS // tiles, min(_NUM_SMS // tiles, 2)), _MOST_CLUSTER, steps))
     of_block = -(-tiles // _NUM_SMS)  # tiles: 1, but where clusters are of one block
     grid = cluster * -(-tiles // of_block)
-    beside = (cluster - 1) * -(-columns // 8 // cluster) * _MULTIPLYING * 16 + 4 * _MULTIPLYING
-    stage = (_TILE + columns) * _INPUTS + 16 + 4 * columns * in_blocks
+    share = -(-columns // _FINISHED // cluster) * _FINISHED // 2  # sums of a thread
+    beside = (cluster - 1) * share * 4 * _MULTIPLYING + 4 * _MULTIPLYING
+    stage = (_TILE + columns) * _INPUTS + 16 + 4 * (columns + 1) * in_blocks
     stages = min((_SHARED_BYTES - beside) // stage, _MOST_STAGES, of_block * steps // cluster + 1)
     return Plan(stages, cluster, grid, beside + stages * stage)
 
@@ -96,11 +101,15 @@ def _shared_outputs(most: int) -> int:
     return _NUM_SMS // 2 // -(-most // _MOST_COLUMNS) * _TILE
 
 
-def _is_shared(use: Use, most: int) -> bool:
+def _is_faster(use: Use, most: int) -> bool:
+    """Than cuBLASLt, with more rows than `_FEW`."""
     sizes, kind = launches.sizes_of(use), float8.scales_of(use)
-    if sizes is None or kind not in ("rows", "blocks") or sizes.outputs > _shared_outputs(most):
+    if sizes is None or kind not in ("rows", "blocks"):
         return False
-    return kind == "rows" or sizes.inputs // _INPUTS <= _MOST_STEPS * _plan(use, most).cluster
+    if sizes.outputs <= _shared_outputs(most):
+        return kind == "rows" or sizes.inputs // _INPUTS <= _MOST_STEPS * _plan(use, most).cluster
+    tiles = -(-sizes.outputs // _TILE)
+    return kind == "rows" and most <= _MOST_COLUMNS and tiles >= _FULL * _NUM_SMS * -(-tiles // _NUM_SMS)
 
 
 def _has_rows_of_tokens(use: Use) -> bool:
@@ -128,8 +137,9 @@ def records() -> Iterator[Record]:
                 Condition("rows that are tokens, along one axis", _has_rows_of_tokens),
                 Condition(f"at most {most} rows of a multiple of {_INPUTS} inputs", partial(_fits, most=most)),
                 *(() if is_few else (
-                    Condition(f"scales of rows and at most {_shared_outputs(most)} outputs, or blocks and fewer inputs",
-                              partial(_is_shared, most=most)),
+                    Condition(f"at most {_shared_outputs(most)} outputs, scales of rows or few inputs; or more outputs "
+                              "whose tiles fill the GPU, with scales of rows and at most 128 rows",
+                              partial(_is_faster, most=most)),
                 )),
                 Condition("Triton, which rounds",
                           lambda use: launches.is_given(use) or "triton" in use.target.kinds),

@@ -13,8 +13,8 @@ from precast.kernels.use import Use
 _KERNELS = "precast.kernels.rounded.triton"
 _BLOCK = 1024
 _MOST_WARPS = 16
-_MOST_BLOCKS, _WARPS = 8, 8
-"""Of a cluster that shares a row, and the warps of each."""
+_MOST_BLOCKS, _RUN = 8, 8
+"""Of a cluster that shares a row; and elements that a thread takes together."""
 
 
 def rounded_norm(use: Use) -> tuple[Launch, ...]:
@@ -80,10 +80,12 @@ def rounded_gate(use: Use) -> tuple[Launch, ...]:
     )
 
 
-def cluster_gate(use: Use) -> tuple[Launch, ...]:
-    """One launch of `gate.cu`: a cluster for each row, of as many blocks as have eight elements a thread, or eight."""
+def cluster_gate(use: Use, runs: int = 1, most_warps: int = 8) -> tuple[Launch, ...]:
+    """One launch of `gate.cu`: a cluster for each row, of as many blocks as have so many times eight elements a thread,
+    or eight."""
     rows, width = rows_of(use, "x"), known(use, "x", -1) // 2
-    cluster = min(_MOST_BLOCKS, power_of_two(-(-width // (8 * 32 * _WARPS))))
+    warps = min(most_warps, -(-width // (32 * _RUN * runs)))
+    cluster = min(_MOST_BLOCKS, power_of_two(-(-width // (32 * _RUN * runs * warps))))
     return (
         Launch(
             "precast.kernels.rounded/gate.cu:rounded_gate",
@@ -91,10 +93,10 @@ def cluster_gate(use: Use) -> tuple[Launch, ...]:
             args=(Pointer("out.0"), Pointer("out.1"), Pointer("x"), rows.inner, *rows.strides),
             constants={
                 "FLOAT16": use.operands["x"].type.dtype == "float16", "GATE": str(use.constant("kind")), "WIDTH": width,
-                "CLUSTER": cluster, "WARPS": _WARPS,
+                "CLUSTER": cluster, "WARPS": warps,
             },
-            block=32 * _WARPS,
-            shared_bytes=4 * cluster * _WARPS,
+            block=32 * warps,
+            shared_bytes=4 * cluster * warps,
             pdl=True,
         ),
     )  # fmt: skip

@@ -3,6 +3,9 @@ Hopper, else the definitions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import msgspec
 
 from precast.ir.graph.schema import Expr
@@ -50,21 +53,31 @@ def _gate(use: Use) -> Expr:
     return add(gates.gated_activation_workspace(use), _rounding(use))
 
 
-_CLUSTERS = Record(
+_WIDE = Record(
     name="cuda.rounded_gated_activation_of_wide_rows", op="precast.rounded_gated_activation", kind="cuda",
     devices=("cuda",), min_capability=(9, 0), max_capability=(9, 0), dtypes={"x": ("float16", "bfloat16")},
     allocates=False, takes=(HAS_ROWS, _BY_TOKEN), workspace=nothing, runs=launches.cluster_gate,
 )  # fmt: skip
-"""Faster than Triton's up to 128 rows of 14,336: one takes 2.8 us and not 4.2, but 256 take 11.6 and not 9.2. Rows too
-long for Triton's are these clusters' in steps of any size."""
+"""Rows too long for Triton's, in steps of any size."""
+
+
+def _clusters() -> Iterator[Record]:
+    """By clusters in steps of few tokens, which are faster than Triton's: of 512 rows of 14,336 by a twentieth, of
+    4,096 no more. Fewer rows are shared by more blocks."""
+    for (least, most), runs, warps in (((0, 64), 1, 8), ((65, 128), 2, 28), ((129, 512), 4, 8)):
+        yield msgspec.structs.replace(
+            _WIDE, name=f"cuda.rounded_gated_activation_to_{most}", sizes={"T": (least, most)},
+            runs=partial(launches.cluster_gate, runs=runs, most_warps=warps),
+        )  # fmt: skip
+
 
 RECORDS = (
     _triton("rounded_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),
     reference("precast.rounded_rms_norm", "rounded.rounded", _norm),
     _triton("rounded_residual_rms_norm", launches.rounded_norm, HAS_SHORT_ROWS, computed=("x", "weight")),
     reference("precast.rounded_residual_rms_norm", "rounded.rounded", _norm),
-    msgspec.structs.replace(_CLUSTERS, name="cuda.rounded_gated_activation", sizes={"T": (0, 128)}),
+    *_clusters(),
     _triton("rounded_gated_activation", launches.rounded_gate, HAS_ROWS, _GATE_FITS),
-    _CLUSTERS,
+    _WIDE,
     reference("precast.rounded_gated_activation", "rounded.rounded", _gate),
 )

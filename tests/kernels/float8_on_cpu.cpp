@@ -12,7 +12,9 @@ static float of_float8(unsigned char bits) {
 #define FLOAT8_PRODUCTS
 #include "warp_group_on_cpu.h"
 
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
 
 inline u64 read_once_policy() { return 0; }
 inline void copy_once(u32 to, const unsigned char* from, u64) { copy_piece(to, from, 16, true); }
@@ -24,6 +26,12 @@ inline void copy_scale(u32 to, const float* from) {
 inline float load_scale(u32 from) {
   float x;
   memcpy(&x, at(from, 4), 4);
+  return x;
+}
+inline float2 load_scales(u32 from) {
+  CHECK(from % 8 == 0);
+  float2 x;
+  memcpy(&x, at(from, 8), 8);
   return x;
 }
 static std::vector<fibers::Meeting> of_multiplying;    // of each block

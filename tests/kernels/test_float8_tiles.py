@@ -96,12 +96,13 @@ def test_it_takes_nine_to_256_rows(activation: str) -> None:
     ("outputs", "inputs", "activation", "most"),
     [
         (4224, 512, "fp8_token", 256), (4240, 512, "fp8_token", 128), (8448, 512, "fp8_token", 128),
-        (8464, 512, "fp8_token", 64), (4096, 14336, "fp8_token", 256), (4096, 4096, "fp8_group", 256),
+        (8464, 512, "fp8_token", 64), (10240, 512, "fp8_token", 64), (28672, 512, "fp8_token", 128),
+        (28672, 512, "fp8_group", 64), (4096, 14336, "fp8_token", 256), (4096, 4096, "fp8_group", 256),
         (4096, 4608, "fp8_group", 128), (4096, 6144, "fp8_group", 128), (4096, 6656, "fp8_group", 64),
         (4096, 4096, "fp8_tensor", 256),
     ],
 )  # fmt: skip
-def test_more_than_64_rows_are_taken_where_clusters_share_tiles(
+def test_more_than_64_rows_are_taken_where_clusters_share_tiles_or_these_fill_the_gpu(
     outputs: int, inputs: int, activation: str, most: int
 ) -> None:
     """In blocks, where a block of a cluster has no more than 16 stages."""
@@ -257,7 +258,7 @@ def test_products(
     gpu: torch.device, outputs: int, inputs: int, more: dict[str, Any], dtype: torch.dtype, same: Callable[..., None]
 ) -> None:
     """Each row has the same bits as among fewer. The tensor cores keep 14 digits of what they sum over 128 inputs."""
-    is_shared = outputs <= 4224 and not more.get("of_all")
+    is_shared = outputs <= 4224 and not more.get("of_all")  # 20,480 outputs are tiles that fill no GPU
     for rows in (9, 31, 64, 90, 128, 130, 256) if is_shared else (9, 31, 64):
         sample = layer(Draw(dtype, gpu), rows, outputs, inputs, bias=True, **more)
         found = run(sample)

@@ -13,7 +13,7 @@ from op_samples.draw import Draw
 from precast.kernels.choices import records_of
 from precast.kernels.launch import as_function, use_of_tensors
 from precast.kernels.quantised_linear.quantised_linear import few_bits, from_few_bits
-from precast.kernels.records import Record
+from precast.kernels.records import Launch
 from precast.kernels.rounded.rounded import ROUNDED_GATED_ACTIVATION, rounded_gated_activation
 from precast.kernels.storage import bits
 from precast.kernels.use import Target
@@ -24,11 +24,18 @@ CPU = torch.device("cpu")
 Run = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def record() -> Record:
-    """That of CUDA C++, for rows of any length."""
-    few, wide = (each for each in records_of("precast.rounded_gated_activation", 1) if each.kind == "cuda")
-    assert few.runs == wide.runs
-    return wide
+RECORDS = {each.name: each for each in records_of("precast.rounded_gated_activation", 1) if each.kind == "cuda"}
+WIDE = "cuda.rounded_gated_activation_of_wide_rows"
+"""Takes rows of any length, in steps of any size."""
+
+
+def launch_of(x: torch.Tensor, kind: str, by: str) -> Launch:
+    """That of one of `RECORDS`."""
+    runs = RECORDS[by].runs
+    assert callable(runs)
+    arguments = {"x": x, "kind": kind, "activation": "fp8_token", "input_scale": None}
+    (launch,) = runs(use_of_tensors("precast.rounded_gated_activation", 1, arguments))
+    return launch
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +43,11 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the kernel's source. What the kernel in front writes is not there before the wait: NaN is."""
     source = Source(tmp_path_factory.mktemp("gate"), "rounded/gate.cu", "gate_on_cpu.cpp")
 
-    def execute(x: torch.Tensor, kind: str = "silu") -> tuple[torch.Tensor, torch.Tensor]:
-        runs = record().runs
-        assert callable(runs)
-        arguments = {"x": x, "kind": kind, "activation": "fp8_token", "input_scale": None}
-        (launch,) = runs(use_of_tensors("precast.rounded_gated_activation", 1, arguments))
+    def execute(x: torch.Tensor, kind: str = "silu", by: str = WIDE) -> tuple[torch.Tensor, torch.Tensor]:
         values = torch.full((*x.shape[:-1], x.shape[-1] // 2), torch.nan).to(torch.float8_e4m3fn)
         scales = torch.full((*x.shape[:-1], 1), torch.nan)
         before = {"x": torch.full_like(x, torch.nan)} if x.is_contiguous() else {}
-        source.run(launch, {"out.0": values, "out.1": scales, "x": x}, False, before)
+        source.run(launch_of(x, kind, by), {"out.0": values, "out.1": scales, "x": x}, False, before)
         return values, scales
 
     return execute
@@ -67,12 +70,13 @@ def is_near(found: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, kind: str
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.parametrize("by", RECORDS)
 def test_source_on_a_cpu(
-    on_cpu: Run, dtype: torch.dtype, kind: str, shape: tuple[int, ...], same: Callable[..., None]
+    on_cpu: Run, by: str, dtype: torch.dtype, kind: str, shape: tuple[int, ...], same: Callable[..., None]
 ) -> None:
     x = Draw(dtype, CPU).normal(*shape)
 
-    is_near(on_cpu(x, kind), x, kind, same)
+    is_near(on_cpu(x, kind, by), x, kind, same)
 
 
 def test_rows_that_lie_apart(on_cpu: Run, same: Callable[..., None]) -> None:
@@ -121,13 +125,12 @@ def test_rows_of_zeros_and_of_what_is_no_number(on_cpu: Run) -> None:
     assert (found[0][3].float() == 448).all()
 
 
+@pytest.mark.parametrize("by", RECORDS)
 @pytest.mark.parametrize("width", [8, 14336, 53248])
-def test_what_is_compiled(width: int) -> None:
+def test_what_is_compiled(by: str, width: int) -> None:
     """Without a stack, for any length of rows."""
-    runs = record().runs
-    assert callable(runs)
-    arguments = {"x": torch.empty(3, 2 * width, dtype=BRAIN), "kind": "silu", "activation": "fp8_token"}
-    (launch,) = runs(use_of_tensors("precast.rounded_gated_activation", 1, arguments))
+    launch = launch_of(torch.empty(3, 2 * width, dtype=BRAIN), "silu", by)
+
     used = used_by(launch)
 
     assert used["REG"] * launch.block <= 65536
@@ -138,11 +141,12 @@ def test_what_is_compiled(width: int) -> None:
 @pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 1, 2 * 14336), (1, 300, 2 * 1200), (67, 2 * 20000), (2, 3, 16)], ids=str)
-def test_on_a_gpu(dtype: torch.dtype, kind: str, shape: tuple[int, ...], same: Callable[..., None]) -> None:
+@pytest.mark.parametrize("by", RECORDS)
+def test_on_a_gpu(by: str, dtype: torch.dtype, kind: str, shape: tuple[int, ...], same: Callable[..., None]) -> None:
     if torch.cuda.get_device_capability() != HOPPER.capability:
         pytest.skip(f"needs compute capability 9.0, and this GPU has {torch.cuda.get_device_capability()}")
     x = Draw(dtype, torch.device("cuda")).normal(*shape)
 
-    found = as_function(record())(x=x, kind=kind, activation="fp8_token", input_scale=None)
+    found = as_function(RECORDS[by])(x=x, kind=kind, activation="fp8_token", input_scale=None)
 
     is_near(tuple(each.cpu() for each in found), x.cpu(), kind, same)
