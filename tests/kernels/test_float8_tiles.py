@@ -182,12 +182,15 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the source. The input is not there before the wait."""
     source = Source(tmp_path_factory.mktemp("float8"), "quantised_linear/float8_tiles.cu", "float8_on_cpu.cpp")
 
-    def execute(sample: Sample, *, late: bool = False) -> torch.Tensor:
+    def execute(sample: Sample, *, late: bool = False, stages: int | None = None) -> torch.Tensor:
         tensors = {name: x for name, x in sample.items() if torch.is_tensor(x)}
         out = torch.full((1, sample["input"].shape[1], len(sample["weight"])), torch.nan, dtype=sample["dtype"])
         nan = {"input": torch.full_like(sample["input"].float(), torch.nan).to(sample["input"].dtype),
                "input_scales": torch.full_like(sample["input_scales"], torch.nan)}  # fmt: skip
-        source.run(launch_of(sample), {**tensors, "out.0": out}, late, nan)
+        launch = launch_of(sample)
+        if stages is not None:
+            launch = launch._replace(constants={**launch.constants, "STAGES": stages})
+        source.run(launch, {**tensors, "out.0": out}, late, nan)
         return out
 
     return execute
@@ -202,6 +205,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
         (HALF, 64, 320, 512, {"activation": "fp8_group"}),
         (BRAIN, 33, 256, 1024, {"activation": "fp8_group", "bias": True}),
         (BRAIN, 12, 17040, 256, {"of_all": True}),
+        (BRAIN, 20, 201, 256, {"bias": True}),
         (BRAIN, 100, 208, 384, {}),
         (HALF, 65, 144, 512, {"of_all": True, "bias": True}),
         (BRAIN, 150, 320, 384, {"bias": True}),
@@ -217,6 +221,17 @@ def test_source_on_a_cpu(
     sample = layer(Draw(dtype, CPU), rows, outputs, inputs, **more)
     for late in (False, True):
         same(ROUNDED_LINEAR, on_cpu(sample, late=late), rounded_linear(**sample))
+
+
+@pytest.mark.parametrize(("rows", "activation"), [(16, "fp8_token"), (30, "fp8_group"), (70, "fp8_group")])
+@pytest.mark.parametrize("inputs", [2048, 3584])
+def test_places_of_the_ring_are_used_again(
+    on_cpu: Run, rows: int, inputs: int, activation: str, same: Callable[..., None]
+) -> None:
+    """When all is added up that was there: by clusters of eight blocks, an even and an odd number of stages each."""
+    sample = layer(Draw(BRAIN, CPU), rows, 120, inputs, activation)
+    for late in (False, True):
+        same(ROUNDED_LINEAR, on_cpu(sample, late=late, stages=2), rounded_linear(**sample))
 
 
 def test_a_row_has_the_same_bits_among_others(on_cpu: Run) -> None:
