@@ -252,6 +252,10 @@ def _decoded(body: bytes, kind: type[R]) -> R:
     return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
 
 
+_SAYS_SOMETHING = ("user", "system", "developer")
+"""Roles whose messages are nothing without content; others may call tools."""
+
+
 def checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with their text joined, as templates want them. Raises BadRequest for what is none."""
     if not messages:
@@ -264,6 +268,8 @@ def checked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         except msgspec.ValidationError as error:
             raise BadRequest(f"{where}: {error}", param=where) from None
         content = said.content
+        if content is None and said.role in _SAYS_SOMETHING:
+            raise BadRequest(f"{where}: a message of role {said.role} has no content, expected text", param=where)
         if isinstance(content, list):
             for part in content:
                 if part.type != "text" or part.text is None:

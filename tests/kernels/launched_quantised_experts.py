@@ -5,7 +5,7 @@ own: in Triton's interpreter, which reads TRITON_INTERPRET when a kernel is defi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
@@ -98,18 +98,23 @@ def test_samples(record: Record, same: Callable[..., None]) -> None:
             agrees(record, fitting(record, sample), same)
 
 
+def in_turns(samples: Iterable[Sample], first: int) -> list[Sample]:
+    """All of them; in the interpreter, which is slow, every second one: what one is about is the same in all types."""
+    return list(samples)[first::2] if IS_INTERPRETED else list(samples)
+
+
 @each_record
 @each_dtype
 def test_rows_that_are_rounded(record: Record, dtype: torch.dtype, same: Callable[..., None]) -> None:
     """Multiplied as numbers of 8 bits in half precision, by the weights that are such."""
-    for sample in rounded_experts(Draw(dtype, DEVICE)):
+    for sample in in_turns(rounded_experts(Draw(dtype, DEVICE)), 0):
         assert is_taken(use_of_tensors("precast.quantised_experts", 1, sample))
         agrees(record, fitting(record, sample), same)
 
 
 @each_record
 def test_rows_that_are_rounded_in_float32(record: Record, same: Callable[..., None]) -> None:
-    for sample in rounded_experts(Draw(torch.float32, DEVICE)):
+    for sample in in_turns(rounded_experts(Draw(torch.float32, DEVICE)), 1):
         agrees(record, fitting(record, sample), same)
 
 

@@ -68,6 +68,7 @@ BODIES: dict[str, tuple[str, Any, str | None]] = {
     "JSON": (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     "no messages": (CHAT, {"messages": []}, "messages"),
     "message without a role": (CHAT, {"messages": [{"content": "hi"}]}, "messages[0]"),
+    "message without content": (CHAT, {"messages": [*HI, {"role": "user"}]}, "messages[1]"),
     "message with a number": (CHAT, {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1]"),
     "image": (CHAT, {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]}, "messages[0]"),
