@@ -166,7 +166,7 @@ struct Part {
   }
 };
 
-// And the scales of w.
+// Rows of w, and the scales of BLOCKS of them.
 __device__ __forceinline__ void bring_weights(u32 base, const Weight& w, const Work& work) {
   const u64 policy = read_once_policy();
   const Part part;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void bring_weights(u32 base, const Weight& w, const W
   });
 }
 
-// And the scales of x.
+// Rows of x, and their scales where BLOCKS have some.
 __device__ __forceinline__ void bring_x(u32 base, const Weight& w, const Work& work, int rows) {
   const Part part;
   fill(base, work, [&](int tile, int stage, int at) {

@@ -22,7 +22,8 @@ _FEW, _MOST_COLUMNS = 64, 128
 """With more rows than the first cuBLASLt is faster, but where clusters share tiles, or up to the second scales are of
 rows and tiles fill the GPU (`_FULL`); and those of the input that a tile has at most."""
 _FULL = 0.8
-"""Of the multiprocessors that tiles could keep busy, taken by turns, so many have one. With 0.6 cuBLASLt was faster."""
+"""The least part of all multiprocessors that has a tile, on average over the turns in which tiles are taken. With 0.6
+cuBLASLt was faster."""
 _MOST_STEPS = 16
 """With more rows than `_FEW`, and scales of blocks, so many stages of a block at most: of more cuBLASLt is faster."""
 _LEAST = 9
