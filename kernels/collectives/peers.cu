@@ -28,7 +28,8 @@
 //   EPS, OFFSET    are added to the mean of squares, and to the weight
 //   CAST_BEFORE_SCALE   what is normed is rounded before it is multiplied by the weight
 //
-// `calls` has the counter, and one word more: not 0, it ends whoever waits. `half` is the vectors of a half.
+// `calls` has the counter, and one word more: not 0, nobody waits any longer, and what is computed then is worthless: the
+// host, which has set it, throws it away. `half` is the vectors of a half.
 // x and out are aligned to 16 bytes, and may be the same; they have `count` vectors of 16 bytes. -0.0 may become 0.0.
 
 typedef unsigned int u32;
@@ -146,7 +147,7 @@ __device__ __forceinline__ bool has_arrived(const Vector& value) {
   return value.word[0] != EMPTY && value.word[1] != EMPTY && value.word[2] != EMPTY && value.word[3] != EMPTY;
 }
 
-// How long to wait: `limit` ns, and no longer where `stop` is not 0. The kernel ends with an error then.
+// How long to wait: `limit` ns, after which the kernel ends with an error; and no longer where `stop` is not 0.
 struct Patience { const volatile u32* stop; u64 limit; };
 
 // What arrives at a place of this rank, which is EMPTY afterwards.
@@ -156,7 +157,8 @@ __device__ __forceinline__ Vector taken(Vector* at, Patience patience) {
   for (u32 polls = 1; !has_arrived(found); polls++) {
     if (polls % POLLS == 0) {
       if (began == 0) began = nanoseconds();
-      if (*patience.stop || nanoseconds() - began > patience.limit) fail();
+      if (*patience.stop) return found;
+      if (nanoseconds() - began > patience.limit) fail();
     }
     found = seen(at);
   }

@@ -116,7 +116,7 @@ class Peers:
         self._memory = PeerMemory(2 * half, self.rank, device, exchange, "sums", EMPTY)
         self._others_memory: list[PeerMemory] = []
         self._beside = torch.cuda.Stream(device)  # other streams may wait for what waits
-        self._one = torch.ones(1, dtype=torch.int32).pin_memory()  # a kernel may not begin beside one that waits
+        self._context = checked(driver.cuCtxGetCurrent())
         self.device, self.limit, self._index = device, limit, device.index
         self.has_pdl = torch.cuda.get_device_capability(device) >= (9, 0)
         self.native = Native() if native is None else native
@@ -177,11 +177,18 @@ class Peers:
         self._others.receive(out, source)
 
     def abort(self) -> None:
-        """End, from another thread, what this rank waits for in others that are gone."""
-        with torch.cuda.stream(self._beside):
+        """End, from another thread, what this rank waits for in others that are gone.
+
+        The stream itself writes the word. A kernel might not begin beside one that waits; and a copy takes pinned
+        memory, which torch can't free once a launch has failed: it ends the process.
+        """
+        checked(driver.cuCtxPushCurrent(self._context))
+        try:
             for each in self._stops:
-                each[-1:].copy_(self._one, non_blocking=True)
-        self._others.abort()
+                checked(driver.cuStreamWriteValue32(self._beside.cuda_stream, each.data_ptr() + 4, 1, 0))
+        finally:
+            checked(driver.cuCtxPopCurrent())
+            self._others.abort()
 
     def leave(self) -> None:
         """See `Connected`."""

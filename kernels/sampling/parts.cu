@@ -12,7 +12,7 @@
 // limits.py SPLITS, OWN_GROUPS, PASSES, CAPACITY, KEYS, PLAN.
 //
 // `most_rows` are those of the memory, `splits` a rank's programs for a row. `calls` has the counter, and one word more:
-// not 0, it ends whoever waits `limit` ns, or less.
+// not 0, nobody waits any longer, and what is drawn is worthless. Whoever waits `limit` ns ends with an error.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -65,7 +65,8 @@ __device__ __forceinline__ u32 taken(u64* at, Patience patience) {
   for (u32 polls = 1; found == 0; polls++) {
     if (polls % 4096 == 0) {
       if (began == 0) began = nanoseconds();
-      if (*patience.stop || nanoseconds() - began > patience.limit) asm volatile("trap;");
+      if (*patience.stop) return 0;
+      if (nanoseconds() - began > patience.limit) asm volatile("trap;");
     }
     found = seen(at);
   }

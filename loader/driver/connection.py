@@ -97,11 +97,13 @@ class Connection:
 
     def abort(self) -> None:
         """End, from another thread, what this rank waits for in others that are gone."""
-        with self._device.use(self._beside):
-            for each in self._shared:
-                library.call("cuMemsetD32Async", each.calls.pointer + 4, 1, 1, self._beside)
-        if self._nccl is not None:
-            self._nccl.abort()
+        try:
+            with self._device.use(self._beside):
+                for each in self._shared:  # no kernel, which might not begin beside one that waits
+                    library.call("cuStreamWriteValue32_v2", self._beside, each.calls.pointer + 4, 1, 0)
+        finally:
+            if self._nccl is not None:
+                self._nccl.abort()
 
     def leave(self) -> None:
         """Let go of what the other ranks have given, when this one has done all that it will do."""

@@ -59,6 +59,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, POINTER(c_void_p)),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),

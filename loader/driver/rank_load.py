@@ -172,7 +172,7 @@ def _connected(
         free_bytes=device.free_bytes(),
     )  # fmt: skip
     check_facts(ranks.side.gather("facts", facts))
-    made = Connection(ranks.among, device, target, ranks.folder, ranks.exchange, seconds=ranks.side.timeouts.step)
+    made = Connection(ranks.among, device, target, ranks.folder, ranks.exchange, seconds=ranks.side.timeouts.kernel)
     connected.append(made)
     ranks.side.at_failure(made.abort)
     ranks.side.at_leave(made.leave)

@@ -64,7 +64,7 @@ def meet(
     """
     side, device = world.side, placement.device
     check_facts(side.gather("facts", _facts(digest, options, device, target, weights_bytes)))
-    timeout = timedelta(seconds=side.timeouts.step)
+    timeout = timedelta(seconds=side.timeouts.kernel)
     if device.kind == "cuda":
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)

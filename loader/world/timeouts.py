@@ -24,6 +24,12 @@ class Timeouts(NamedTuple):
     step: float = 120.0
     end: float = 10.0
 
+    @property
+    def kernel(self) -> float:
+        """Seconds that a kernel waits for another rank's: longer than hosts take to find it late, and to tell kernels
+        to stop. One that stops by itself does so with an error, after which the process has no use of its GPU."""
+        return self.step + self.end
+
 
 def timeouts_of(changes: Mapping[str, float] | None) -> Timeouts:
     """The defaults with these changes. Raises RequestError for other names, and for what is no number above 0."""

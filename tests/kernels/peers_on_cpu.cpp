@@ -74,7 +74,7 @@ inline void put(Vector* at, Vector value) {
   }
 }
 inline u64 nanoseconds() { return 0; }
-inline void fail() { CHECK(false, "rank %d was told to stop", RANK); }
+inline void fail() { CHECK(false, "rank %d has waited too long", RANK); }
 inline void __syncthreads() { current().shares->all.arrive_and_wait(); }
 inline void wait_for_previous() {}
 inline u32 counted(const u32* counter) { return *counter; }

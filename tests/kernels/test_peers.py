@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import subprocess
@@ -102,6 +101,7 @@ def test_gpus_add_up_and_norm(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @needs_two
 def test_a_rank_that_waits_in_vain_can_be_told_to_stop(tmp_path: Path) -> None:
-    with contextlib.suppress(multiprocessing.ProcessExitedException):  # NCCL may find the context broken
-        multiprocessing.spawn(wait_in_vain, (2, tmp_path), 2)
-    assert (tmp_path / "said").exists()
+    """And its GPU computes what it is told afterwards."""
+    multiprocessing.spawn(wait_in_vain, (2, tmp_path), 2)
+
+    assert (tmp_path / "said").read_text() == "4096.0"

@@ -55,6 +55,10 @@ Status cuMemsetD32Async(u64 target, unsigned word, size_t count, void* stream) {
   for (size_t i = 0; i < count; i++) ((unsigned*)target)[i] = word;
   return 0;
 }
+Status cuStreamWriteValue32_v2(void* stream, u64 target, unsigned value, unsigned flags) {
+  *(unsigned*)target = value;
+  return 0;
+}
 struct Copy {
   size_t source_x, source_y; int source_type; void* source_host; u64 source; void* source_array; size_t source_pitch;
   size_t target_x, target_y; int target_type; void* target_host; u64 target; void* target_array; size_t target_pitch;

@@ -14,8 +14,13 @@ from precast.loader.load import load
 
 
 def lose_a_rank(folder: Path, axis: str, how: signal.Signals, device: str) -> None:
-    """Rank 1 of two along `axis` is given the signal; the bundle and the weights are those of `tiny_world.py`."""
+    """Rank 1 of two along `axis` is given the signal; the bundle and the weights are those of `tiny_world.py`.
+
+    A process with a GPU loads again, and computes what it did.
+    """
     options = {"device": device, "max_num_tokens": 7, axis: 2}
+    if device == "cuda":
+        options["capture"] = "before"  # what is lost is then lost in a step, which has a limit of its own
     with load(folder / "split.bundle", weights=folder / "ckpt", **options) as engine:
         lead = engine._runner._lead
         assert lead is not None
@@ -25,7 +30,7 @@ def lose_a_rank(folder: Path, axis: str, how: signal.Signals, device: str) -> No
                  signal.SIGSTOP: ("rank-late", "rank 0 waited 1 s for rank 1")}  # fmt: skip
         code, message = found[how]
         stream = engine.stream([5], SamplingParams(max_tokens=60, ignore_eos=True))
-        next(stream)
+        first = next(stream)
         if how == signal.SIGSTOP:  # nothing but the time tells that it is lost
             lead.timeouts = lead.timeouts._replace(step=1, end=1)
         os.kill(pid, how)
@@ -39,3 +44,7 @@ def lose_a_rank(folder: Path, axis: str, how: signal.Signals, device: str) -> No
             engine.generate([[5]])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    if device == "cuda":
+        with load(folder / "split.bundle", weights=folder / "ckpt", **options) as engine:
+            again = next(engine.stream([5], SamplingParams(max_tokens=60, ignore_eos=True)))
+        assert again.token_ids == first.token_ids

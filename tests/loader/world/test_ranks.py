@@ -293,7 +293,7 @@ def test_a_rank_that_is_lost_ends_the_world(axis: str, how: signal.Signals, devi
         lose_a_rank(folder, axis, how, device)
         return
     needs_gpus()
-    # A GPU on which a kernel has waited for the rank in vain is of no use to its process any more.
+    # A GPU on which a kernel waits in vain must not keep this process from its own.
     process = multiprocessing.get_context("spawn").Process(target=lose_a_rank, args=(folder, axis, how, device))
     process.start()
     process.join(LIMIT)
