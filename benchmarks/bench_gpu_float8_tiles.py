@@ -1,9 +1,9 @@
 """On a GPU: layers of float8 on both sides with 16 to 256 rows, by tiles of our own and by cuBLASLt.
 
-Claim: of up to 64 rows `float8_tiles.cu` takes less time than cuBLASLt, the baseline in the same run, and of more where
-clusters share its tiles; which of the two records a layer gets is the faster one. Layers are those of Llama 3.1
-8B, inputs are rounded already. Layers with weights of their own follow one another in a CUDA graph, so that L2 doesn't
-hold what the next one reads; both results are compared.
+Claim: of up to 64 rows `float8_tiles.cu` takes less time than cuBLASLt, the baseline in the same run; of more so does
+the record that a layer gets, or as much as the other. Layers are those of Llama 3.1 8B, inputs are rounded already.
+Layers with weights of their own follow one another in a CUDA graph, so that L2 doesn't hold what the next one reads;
+both results are compared.
 
     python benchmarks/bench_gpu_float8_tiles.py [--out FILE] [--rows N ...]
 """

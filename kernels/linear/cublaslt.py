@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from precast.kernels.linear.scaled_tiles import best_tile
+
 VERSIONS = (13, 12)
 """Major versions of the library whose structures and attributes these are."""
 WITH_SCALES = 120900
@@ -45,6 +47,11 @@ _WORKSPACE_BYTES, _REDUCTIONS, _FIRST_ALIGNMENT = 1, 3, 5
 _IN_FLOAT32 = 2
 """Sums of split products are kept in float32 and added in one order, not in the result's type or in place."""
 _NO_REDUCTION = 0
+_TILE, _OPTION = 1, 5
+"""Of an algorithm: the tile that it computes at a time, and an option that has no meaning outside of the library."""
+_OPTIONS = (4, 5)
+"""Of these it takes one or the other, by the tile; with one scale for all it proposes the first. What it proposes with
+scales of rows takes up to 3 % longer."""
 _MORE_ROWS = (512, 1024, 2048)
 """What is proposed for so many is tried, where nothing is for the rows that there are."""
 _ONE, _ZERO = c_float(1), c_float(0)
@@ -338,6 +345,22 @@ class ScaledProduct(Product):
         self.run(plan, out, input, weight, workspace, stream)
 
     def _wanted(self, size: _Size) -> Iterator[_Algorithm]:
+        """What is proposed, with scales of rows in the best tiles at first (`scaled_tiles`)."""
+        for proposed in self._proposed(size):
+            if self._scales == "rows":
+                yield from self._tiled(proposed, size.rows)
+            yield proposed
+
+    def _tiled(self, proposed: _Algorithm, rows: int) -> Iterator[_Algorithm]:
+        """The same in other tiles. The library says whether it takes them."""
+        if (tile := best_tile(rows, self._outputs)) is None:
+            return
+        for option in _OPTIONS:
+            changed = _Algorithm.from_buffer_copy(bytes(proposed))
+            if _configured(changed, _TILE, tile.number) and _configured(changed, _OPTION, option):
+                yield changed
+
+    def _proposed(self, size: _Size) -> Iterator[_Algorithm]:
         """As of other products; then what splits no sums, and what is proposed for more rows. With scales of rows, the
         library proposes none for up to 256 rows of many inputs (pytorch/ao#4582), and yet has some that take them."""
         yield from super()._wanted(size)
@@ -432,6 +455,15 @@ def _installed(names: list[str]) -> Iterator[str]:
 
 def _algorithm(text: str) -> _Algorithm:
     return _Algorithm.from_buffer_copy(bytes.fromhex(text))
+
+
+def _configured(algorithm: _Algorithm, attribute: int, value: int) -> bool:
+    """Whether the library lets an algorithm have this."""
+    given = c_uint32(value)
+    status = _library().cublasLtMatmulAlgoConfigSetAttribute(
+        byref(algorithm), c_int(attribute), byref(given), c_size_t(ctypes.sizeof(given))
+    )
+    return bool(status == 0)
 
 
 @cache

@@ -19,8 +19,9 @@ from precast.kernels.use import Use
 ROWS = (16, 32, 64, 128, 256)
 """Rows of the input at most: a record each."""
 _FEW, _MOST_COLUMNS = 64, 128
-"""With more rows than the first cuBLASLt is faster, but where clusters share tiles, or up to the second scales are of
-rows and tiles fill the GPU (`_FULL`); and those of the input that a tile has at most."""
+"""With more rows than the first cuBLASLt is faster; but up to the second where scales are of rows and tiles fill the
+GPU (`_FULL`), and where scales are of blocks and clusters share tiles. The second are those of the input that a tile
+has at most."""
 _FULL = 0.8
 """The least part of all multiprocessors that has a tile, on average over the turns in which tiles are taken. With 0.6
 cuBLASLt was faster."""
@@ -105,10 +106,11 @@ def _shared_outputs(most: int) -> int:
 def _is_faster(use: Use, most: int) -> bool:
     """Than cuBLASLt, with more rows than `_FEW`."""
     sizes, kind = launches.sizes_of(use), float8.scales_of(use)
-    if sizes is None or kind not in ("rows", "blocks"):
+    if sizes is None:
         return False
-    if sizes.outputs <= _shared_outputs(most):
-        return kind == "rows" or sizes.inputs // _INPUTS <= _MOST_STEPS * _plan(use, most).cluster
+    if kind == "blocks":
+        is_short = sizes.inputs // _INPUTS <= _MOST_STEPS * _plan(use, most).cluster
+        return sizes.outputs <= _shared_outputs(most) and is_short
     tiles = -(-sizes.outputs // _TILE)
     return kind == "rows" and most <= _MOST_COLUMNS and tiles >= _FULL * _NUM_SMS * -(-tiles // _NUM_SMS)
 
@@ -138,8 +140,8 @@ def records() -> Iterator[Record]:
                 Condition("rows that are tokens, along one axis", _has_rows_of_tokens),
                 Condition(f"at most {most} rows of a multiple of {_INPUTS} inputs", partial(_fits, most=most)),
                 *(() if is_few else (
-                    Condition(f"at most {_shared_outputs(most)} outputs, scales of rows or few inputs; or more outputs "
-                              "whose tiles fill the GPU, with scales of rows and at most 128 rows",
+                    Condition(f"scales of blocks, at most {_shared_outputs(most)} outputs, and few inputs; or scales "
+                              f"of rows, at most {_MOST_COLUMNS} rows, and outputs whose tiles fill the GPU",
                               partial(_is_faster, most=most)),
                 )),
                 Condition("Triton, which rounds",

@@ -21,6 +21,7 @@ from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear import cublaslt
 from precast.kernels.linear.cublaslt import Product, ScaledProduct, class_of, text_of
 from precast.kernels.linear.records import RECORDS, product, product_into, workspace_bytes
+from precast.kernels.linear.scaled_tiles import TILES, WHOLE, Tile, best_tile
 from precast.kernels.measured import Machine, MeasuredProduct, Table
 from precast.kernels.quantised_linear import launches
 from precast.kernels.quantised_linear.quantised_linear import few_bits, quantised_linear
@@ -315,6 +316,37 @@ def test_what_is_tried_where_few_rows_have_no_proposal(library: Callable[..., An
     assert found.num_matrices == 3
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "tile"),
+    [
+        (256, 4096, 17), (192, 4096, 26), (128, 4096, 15), (320, 4096, 326), (512, 4096, 20), (256, 28672, 20),
+        (192, 28672, 33), (64, 28672, 18), (250, 4096, 20), (1024, 28672, 20), (1025, 4096, None), (4096, 4096, None),
+    ],
+)  # fmt: skip
+def test_tiles_leave_few_multiprocessors_idle(rows: int, outputs: int, tile: int | None) -> None:
+    """Of an H200; none ends beyond the rows but the whole one; and prompts have what is proposed."""
+    found = best_tile(rows, outputs)
+
+    assert (found and found.number) == tile
+
+
+@pytest.mark.parametrize(("scales_of", "words"), [("rows", (7, 15, 5)), ("one", (7, 0, 0)), ("blocks", (7, 0, 0))])
+def test_what_is_proposed_with_scales_of_rows_runs_in_other_tiles(
+    scales_of: str, words: tuple[int, ...], library: Callable[..., Any]
+) -> None:
+    library(takes_options=(5,))
+    plan = scaled(scales_of).plan(cublaslt._Size(64, 512))
+
+    assert tuple(plan.algorithm.data[each] for each in (0, 1, 5)) == words
+
+
+def test_tiles_that_the_library_does_not_take_are_left(library: Callable[..., Any]) -> None:
+    library(takes_options=())
+    plan = scaled("rows").plan(cublaslt._Size(64, 512))
+
+    assert tuple(plan.algorithm.data[each] for each in (0, 1, 5)) == (7, 0, 0)
+
+
 def test_where_nothing_fits_float8_the_question_is_said(library: Callable[..., Any]) -> None:
     library(takes=lambda algorithm, rows: False)
     said = (
@@ -548,7 +580,7 @@ def scales(gpu: torch.device) -> None:
 def test_products_of_float8(name: str, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool) -> None:
     """Llama's down projection among them: few rows of many inputs. Nothing is written after the result."""
     multiply = as_function(float8_record(name))
-    for rows in (17, 33, 64, 255, 300) if dtype == torch.bfloat16 else (33,):
+    for rows in (17, 33, 64, 192, 255, 256, 300) if dtype == torch.bfloat16 else (33,):
         sample = float8_layer(name, outputs, inputs, rows, dtype=dtype, bias=has_bias)
         memory = torch.full((rows + 1, outputs), torch.nan, dtype=dtype, device="cuda")
         multiply(**sample, out=memory[:rows][None])
@@ -557,6 +589,26 @@ def test_products_of_float8(name: str, outputs: int, inputs: int, dtype: torch.d
         spread = float(expected.float().std())
         torch.testing.assert_close(memory[:rows], expected, rtol=1e-2, atol=1e-2 * spread)
         assert memory[rows].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("scales")
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.outputs}x{tile.rows}")
+def test_tiles_change_no_bits(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes each, and it is what runs."""
+    sample = float8_layer("token and row", 4096, 1024, 2 * tile.rows, dtype=torch.bfloat16, bias=True)
+    found, algorithms = [], []
+    for each in (tile, WHOLE):
+        monkeypatch.setattr(cublaslt, "best_tile", lambda rows, outputs, each=each: each)
+        out = torch.full((1, 2 * tile.rows, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
+        as_function(float8_record("token and row"))(**sample, out=out)
+        found.append(out)
+        made = ScaledProduct(dtype="bfloat16", outputs=4096, inputs=1024, bias=True, workspace_bytes=16 << 20,
+                             scales="rows")  # fmt: skip
+        algorithms.append(bytes(made.plan(cublaslt._Size(2 * tile.rows, 1024)).algorithm))
+
+    assert torch.equal(*found)
+    assert (algorithms[0] == algorithms[1]) == (tile == WHOLE)
 
 
 @pytest.mark.gpu

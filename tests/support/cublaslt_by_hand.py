@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ class CublasLt:
     """The calls that `precast.kernels.linear.cublaslt` makes, on addresses of this process.
 
     `algorithms` are the first bytes of those that the heuristic proposes, in its order; `takes` says whether one takes
-    a number of rows, `proposed` whether it is proposed for these rows and a workspace. `ran` are the first bytes of
-    those that ran, `asked` what was preferred.
+    a number of rows, `proposed` whether it is proposed for these rows and a workspace. `takes_options` are the options
+    that are taken with a tile. `ran` are the first bytes of those that ran, `asked` what was preferred.
     """
 
     def __init__(
@@ -28,8 +28,10 @@ class CublasLt:
         *algorithms: int,
         takes: Callable[[int, int], bool] = lambda algorithm, rows: True,
         proposed: Callable[[int, int, int], bool] = lambda algorithm, rows, workspace: True,
+        takes_options: Container[int] = (4,),
     ) -> None:
         self.algorithms, self.takes, self.proposed = algorithms, takes, proposed
+        self.takes_options = takes_options
         self.ran: list[int] = []
         self.asked: list[dict[int, int]] = []
         self._objects: dict[int, dict[Any, Any]] = {}
@@ -89,7 +91,16 @@ class CublasLt:
         self, handle: Any, product: Any, a: Any, b: Any, c: Any, d: Any, algorithm: Any, found: Any
     ) -> int:
         found._obj.workspace_bytes = 0
-        return 0 if self.takes(algorithm._obj.data[0], self._objects[d.value]["columns"]) else 15
+        name, tile, option = (algorithm._obj.data[place] for place in (0, 1, 5))
+        is_taken = self.takes(name, self._objects[d.value]["columns"])
+        return 0 if is_taken and (not tile or option in self.takes_options) else 15
+
+    def cublasLtMatmulAlgoConfigSetAttribute(self, algorithm: Any, attribute: Any, value: Any, size: Any) -> int:
+        """Changes are kept in the words of the attributes' numbers, 1 and 5."""
+        assert attribute.value in (1, 5), "a tile or an option"
+        assert size.value == 4, "as many bytes as these have"
+        algorithm._obj.data[attribute.value] = value._obj.value
+        return 0
 
     def cublasLtMatmul(
         self, handle: Any, product: Any, alpha: Any, a: int, a_matrix: Any, b: int, b_matrix: Any, beta: Any, c: int,
