@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from precast.kernels.linear.scaled_tiles import best_tile
+from precast.kernels.linear import scaled_tiles
 
 VERSIONS = (13, 12)
 """Major versions of the library whose structures and attributes these are."""
@@ -353,7 +353,8 @@ class ScaledProduct(Product):
 
     def _tiled(self, proposed: _Algorithm, rows: int) -> Iterator[_Algorithm]:
         """The same in other tiles. The library says whether it takes them."""
-        if (tile := best_tile(rows, self._outputs)) is None:
+        tile = scaled_tiles.best_tile(rows, self._outputs)
+        if tile is None or version() // 100 not in scaled_tiles.VERSIONS:
             return
         for option in _OPTIONS:
             changed = _Algorithm.from_buffer_copy(bytes(proposed))

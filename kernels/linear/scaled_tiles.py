@@ -3,6 +3,9 @@
 The library proposes tiles of 128 x 128 for them, whatever the sizes are: a layer of 4,096 outputs then leaves half of
 an H200 idle with 256 rows. It has others, with which results have the same bits. Here the one is chosen that takes the
 least time: whole turns of all multiprocessors, each with a tile, by what a turn of such tiles takes.
+
+Only of versions whose results were compared (`test_tiles_change_no_bits`): with scales of blocks the library says that
+it takes tiles with which its results are wrong.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ TILES = (
     Tile(64, 64, 15, 0.49),
 )
 """Costs are those of an H200 with layers of Llama 3.1 8B."""
+VERSIONS = (1301,)
+"""Major and minor version of the library, such as 1301 for 13.1, whose results were compared on a GPU."""
 MOST_ROWS = 1024
 """Of more rows tiles are so many that few turns are in part idle, and what the library proposes is the fastest."""
 _NUM_SMS = 132

@@ -29,9 +29,10 @@ class CublasLt:
         takes: Callable[[int, int], bool] = lambda algorithm, rows: True,
         proposed: Callable[[int, int, int], bool] = lambda algorithm, rows, workspace: True,
         takes_options: Container[int] = (4,),
+        version: int = 130100,
     ) -> None:
         self.algorithms, self.takes, self.proposed = algorithms, takes, proposed
-        self.takes_options = takes_options
+        self.takes_options, self.version = takes_options, version
         self.ran: list[int] = []
         self.asked: list[dict[int, int]] = []
         self._objects: dict[int, dict[Any, Any]] = {}
@@ -43,7 +44,7 @@ class CublasLt:
         return sum("rows" in each for each in self._objects.values())
 
     def cublasLtGetVersion(self) -> int:
-        return 130100
+        return self.version
 
     def cublasLtCreate(self, made: Any) -> int:
         return self._make(made)
