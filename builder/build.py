@@ -11,9 +11,8 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from precast.builder.versions import check_transformers
@@ -26,11 +25,11 @@ import transformers
 
 from precast.builder import pipeline, snapshot
 from precast.builder.capture.capture import Captured, capture
-from precast.builder.capture.factory import DTYPES
 from precast.builder.graph.context import Options
 from precast.builder.lower.lower import lower, refuse_unknown_ops
 from precast.builder.lower.pack import pack
 from precast.builder.lower.tokens import refuse_mixed_tokens
+from precast.builder.named import KV_DTYPES, check_dtype, check_named
 from precast.builder.native.layer import check_worlds, native_layer, target_named, worlds_named
 from precast.builder.passes.graph_pass import Pass
 from precast.builder.passes.lower.keep_quantised import KEEP_QUANTISED, Dequantised, Unrounded
@@ -41,8 +40,6 @@ from precast.builder.source.facts import limit
 from precast.builder.source.quantised_options import check_options
 from precast.builder.source.source import Source, open_source
 from precast.builder.source.tp_plan import tp_plan
-from precast.builder.weights.at_load import FORMATS
-from precast.builder.weights.rounding import CHOICES
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.bundle.trust import MadeHere, folder_of_layers
 from precast.ir.errors import BuildError
@@ -55,10 +52,6 @@ if TYPE_CHECKING:
     from precast.ir.graph.schema import Dtype, Graph
     from precast.ir.manifest import PassRecord
     from precast.kernels.measured import Table
-
-KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "model": None, "fp8_e4m3": "float8_e4m3fn"})
-"""The dtypes of cached keys and values by the names of the option; None: the model's, or with `auto` what the config
-says."""
 
 Progress = Callable[[str], None]
 Passes = tuple[Pass, ...]
@@ -124,6 +117,10 @@ def build(
     started = time.monotonic()
     register()
     say("config")
+    check_named(
+        dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, activations=activations, quantise=quantise,
+        targets=targets, worlds=worlds,
+    )  # fmt: skip
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)
     facts = config_facts(opened)
@@ -131,7 +128,6 @@ def build(
         disabled_passes = {*disabled_passes, KEEP_QUANTISED.name}
     options = _options(opened, dtype, max_seq_len, page_size, kv_dtype, shard_plan)
     _check_quantise(quantise, opened, disabled_passes, dequantise=dequantise)
-    _check_activations(activations)
     in_full = KEEP_QUANTISED.name in disabled_passes
     options = dataclasses.replace(options, dequantise=in_full, activations=activations, quantise=quantise)
     gpus, among = [target_named(name) for name in dict.fromkeys(targets)], worlds_named(worlds)
@@ -216,20 +212,9 @@ def _options(
     source: Source, dtype: str, max_seq_len: int | None, page_size: int | None, kv_dtype: str,
     shard_plan: str | Path | None,
 ) -> Options:  # fmt: skip
-    auto = dtype == "auto"
-    if auto:
+    if dtype == "auto":
         dtype = source.facts.dtype
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        whose = "the config's dtype" if auto else "dtype"
-        expected = f"{'' if auto else 'auto or '}one of {', '.join(DTYPES)}"
-        fix = "name one of them as dtype" if auto else "leave dtype out, for the config's"
-        raise BuildError("option-invalid", f"{whose} is {dtype!s}, expected {expected}", fix=fix)
-    if page_size is not None and (type(page_size) is not int or not 1 <= page_size <= 1024):
-        fix = "leave page_size out, to have it chosen for each group of layers"
-        raise BuildError("option-invalid", f"page_size is {page_size!r}, expected 1 to 1024 tokens", fix=fix)
-    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
-        found = f"kv_dtype is {kv_dtype!s}, expected one of {', '.join(KV_DTYPES)}"
-        raise BuildError("option-invalid", found, fix="use kv_dtype='model', for caches of the model's dtype")
+        check_dtype(dtype, of_config=True)
     overrides = () if shard_plan is None else read_overrides(Path(shard_plan))
     from_config = kv_dtype == "auto" and source.facts.kv_dtype is not None
     cached = source.facts.kv_dtype if from_config else KV_DTYPES[kv_dtype]
@@ -287,9 +272,6 @@ def _check_quantise(
 ) -> None:
     if quantise is None:
         return
-    if quantise not in FORMATS:
-        message = f"quantise={quantise!r}: this is not known, expected {' or '.join(FORMATS)}"
-        raise BuildError("option-invalid", message, fix="leave quantise out, for weights of the model's dtype")
     if source.facts.quantisation is not None:
         method = check_options(source.facts.quantisation).method
         message = f"quantise={quantise!r}, but the checkpoint is quantised already, by {method}"
@@ -300,12 +282,6 @@ def _check_quantise(
     if KEEP_QUANTISED.name in disabled_passes:
         message = f"quantise={quantise!r}, and the pass {KEEP_QUANTISED.name} is left out, which it is for"
         raise BuildError("option-invalid", message, fix="leave out one of quantise and the disabled pass")
-
-
-def _check_activations(activations: str) -> None:
-    if activations not in CHOICES:
-        message = f"activations={activations!r}: this is not known, expected {' or '.join(CHOICES)}"
-        raise BuildError("option-invalid", message, fix="leave activations out, for what the config says")
 
 
 def _left_out(left: Sequence[Dequantised | Unrounded], options: Options) -> dict[str, object]:

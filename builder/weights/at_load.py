@@ -15,8 +15,6 @@ from precast.ir.graph.schema import Concat, Dequantise, Quantise, Read, Recipe, 
 from precast.ir.weights import recipes
 from precast.ir.weights.quantised import PARTS
 
-FORMATS = ("fp8",)
-"""What the option may name."""
 BLOCK = (128, 128)
 """Rows and columns that share a scale. A rank that has whole blocks of a matrix reads nothing of the others."""
 _ROUTERS = frozenset(("gate", "router", "shared_expert_gate"))

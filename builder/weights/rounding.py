@@ -12,8 +12,6 @@ from typing import Any
 from precast.builder.graph.rounding import NONE, Rounding
 from precast.ir.graph.schema import Read
 
-CHOICES = ("published", "none")
-"""What the option may name: rounded as the config says, or not at all."""
 EXPONENTS = Rounding(reason="groups of 32 inputs have an exponent each: known are groups of 128")
 """Of MX formats: on Hopper sums of each 32 would have to be scaled apart, and a product of 16 bits is more exact."""
 FOUR_BITS = Rounding(reason="inputs of 4 bits are not made")

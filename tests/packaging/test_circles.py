@@ -12,7 +12,7 @@ from source_imports import imported_names
 BUILDER_ORDER = (
     # each room of the builder imports from those before it, and none from one after it: the data's way
     "versions", "limits", "replaced", "graph", "source", "weights", "capture", "shard", "passes", "pipeline",
-    "snapshot", "lower", "native",
+    "snapshot", "lower", "native", "named",
     "build",
 )  # fmt: skip
 

@@ -86,11 +86,14 @@ def build(source: str, out: Path, tables: tuple[Path, ...], as_json: bool, **opt
         raise click.UsageError("--choices goes with --target")
     if options["worlds"] and not options["targets"]:
         raise click.UsageError("--world goes with --target")
+    from precast.builder.named import NAMED, check_named
     from precast.cli.progress import BUILD_STAGES, stages
     from precast.cli.show import summary
     from precast.ir.artifact import check_output
 
-    check_output(out)  # before torch is imported; the build checks it again
+    # Before torch is imported; the build checks both again.
+    check_named(**{name: options[name] for name in NAMED})
+    check_output(out)
     if tables:
         from precast.kernels.measured import read_table
 
