@@ -28,8 +28,8 @@
 //   EPS, OFFSET    are added to the mean of squares, and to the weight
 //   CAST_BEFORE_SCALE   what is normed is rounded before it is multiplied by the weight
 //
-// `calls` has the counter, and one word more: not 0, nobody waits any longer, and what is computed then is worthless: the
-// host, which has set it, throws it away. `half` is the vectors of a half.
+// `calls` has the counter, and one word more: not 0, vectors are polled a few times and no longer, and what is computed
+// then is worthless: the host, which has set it, throws it away. `half` is the vectors of a half.
 // x and out are aligned to 16 bytes, and may be the same; they have `count` vectors of 16 bytes. -0.0 may become 0.0.
 
 typedef unsigned int u32;
@@ -38,7 +38,7 @@ typedef unsigned long long u64;
 struct __align__(16) Vector { u32 word[4]; };
 
 constexpr u32 EMPTY = 0x80000000u;    // -0.0, or the 16-bit numbers 0.0 and -0.0
-constexpr int POLLS = 4096;           // after which the time is looked at
+constexpr int POLLS = 256;            // of a vector, between two looks at `stop` and at the time
 
 constexpr u32 TURN = 1 << 16;         // what a call adds to the counter: more than it has blocks
 

@@ -182,12 +182,12 @@ class Peers:
         The stream itself writes the word. A kernel might not begin beside one that waits; and a copy takes pinned
         memory, which torch can't free once a launch has failed: it ends the process.
         """
-        checked(driver.cuCtxPushCurrent(self._context))
         try:
+            checked(driver.cuCtxPushCurrent(self._context))
             for each in self._stops:
                 checked(driver.cuStreamWriteValue32(self._beside.cuda_stream, each.data_ptr() + 4, 1, 0))
-        finally:
             checked(driver.cuCtxPopCurrent())
+        finally:
             self._others.abort()
 
     def leave(self) -> None:

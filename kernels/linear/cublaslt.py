@@ -281,6 +281,7 @@ class Product:
 class ScaledProduct(Product):
     """The same of float8_e4m3fn times scales, float32: y = (input * its scales) @ (weight * its scales).T + bias.
 
+    With scales of rows, the tile is that of the number of rows, not of its class; the bits are the same.
     `dtype` is that of bias and result. The library's fast accumulation, which keeps sums in fewer digits, stays off.
     `scales` says what has one together:
 
@@ -354,7 +355,7 @@ class ScaledProduct(Product):
     def _tiled(self, proposed: _Algorithm, rows: int) -> Iterator[_Algorithm]:
         """The same in other tiles. The library says whether it takes them."""
         tile = scaled_tiles.best_tile(rows, self._outputs)
-        if tile is None or version() // 100 not in scaled_tiles.VERSIONS:
+        if tile is None or version() // 100 not in scaled_tiles.COMPARED:
             return
         for option in _OPTIONS:
             changed = _Algorithm.from_buffer_copy(bytes(proposed))

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Outputs and rows of a tile, the number that `cublasLtMatmulTile_t` has for it, and what a turn takes, by one of
-    `WHOLE`."""
+    """Outputs and rows of a tile, the number that `cublasLtMatmulTile_t` has for it, and what a turn of such tiles
+    takes, where one of `WHOLE` takes 1."""
 
     outputs: int
     rows: int
@@ -37,7 +37,7 @@ TILES = (
     Tile(64, 64, 15, 0.49),
 )
 """Costs are those of an H200 with layers of Llama 3.1 8B."""
-VERSIONS = (1301,)
+COMPARED = (1301,)
 """Major and minor version of the library, such as 1301 for 13.1, whose results were compared on a GPU."""
 MOST_ROWS = 1024
 """Of more rows tiles are so many that few turns are in part idle, and what the library proposes is the fastest."""

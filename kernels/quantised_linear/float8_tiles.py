@@ -19,9 +19,9 @@ from precast.kernels.use import Use
 ROWS = (16, 32, 64, 128, 256)
 """Rows of the input at most: a record each."""
 _FEW, _MOST_COLUMNS = 64, 128
-"""With more rows than the first cuBLASLt is faster; but up to the second where scales are of rows and tiles fill the
-GPU (`_FULL`), and where scales are of blocks and clusters share tiles. The second are those of the input that a tile
-has at most."""
+"""With more rows than the first cuBLASLt is faster, but for two kinds of layers: with scales of rows, those whose tiles
+fill the GPU (`_FULL`), up to the second; and with scales of blocks those whose tiles clusters share. The second is also
+how many rows of the input a tile has at most."""
 _FULL = 0.8
 """The least part of all multiprocessors that has a tile, on average over the turns in which tiles are taken. With 0.6
 cuBLASLt was faster."""
@@ -140,8 +140,9 @@ def records() -> Iterator[Record]:
                 Condition("rows that are tokens, along one axis", _has_rows_of_tokens),
                 Condition(f"at most {most} rows of a multiple of {_INPUTS} inputs", partial(_fits, most=most)),
                 *(() if is_few else (
-                    Condition(f"scales of blocks, at most {_shared_outputs(most)} outputs, and few inputs; or scales "
-                              f"of rows, at most {_MOST_COLUMNS} rows, and outputs whose tiles fill the GPU",
+                    Condition(f"scales of blocks, at most {_shared_outputs(most)} outputs, and few inputs"
+                              + ("; or scales of rows, and outputs whose tiles fill the GPU"
+                                 if most <= _MOST_COLUMNS else ""),
                               partial(_is_faster, most=most)),
                 )),
                 Condition("Triton, which rounds",

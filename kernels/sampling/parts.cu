@@ -63,7 +63,7 @@ struct Patience { const volatile u32* stop; u64 limit; };
 __device__ __forceinline__ u32 taken(u64* at, Patience patience) {
   u64 found = seen(at), began = 0;
   for (u32 polls = 1; found == 0; polls++) {
-    if (polls % 4096 == 0) {
+    if (polls % 256 == 0) {
       if (began == 0) began = nanoseconds();
       if (*patience.stop) return 0;
       if (nanoseconds() - began > patience.limit) asm volatile("trap;");

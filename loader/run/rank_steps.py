@@ -52,10 +52,14 @@ class RankSteps(StepRunner):
     def launch(
         self, step: Step, decoding: DecodeBatch | Sequence[DecodeBatch] | None = None, *, is_timed: bool = False
     ) -> Ticket:
-        """As `StepRunner.launch`, on all ranks."""
+        """As `StepRunner.launch`, on all ranks. A step whose logits are wanted has ended: what is lost of a world
+        leaves garbage in them, and nobody collects it."""
         assert self._lead is not None, "the others obey"
         with self._lead.step():
-            return super().launch(step, decoding, is_timed=is_timed)
+            ticket = super().launch(step, decoding, is_timed=is_timed)
+            if decoding is None:
+                ticket.arrived.synchronize()
+        return ticket
 
     def collect(self, ticket: Ticket) -> list[int]:
         """As `StepRunner.collect`."""
@@ -128,6 +132,6 @@ class RankSteps(StepRunner):
     def _release(self) -> None:
         while self._at_close:
             self._at_close.pop()()
-        # Where a rank was lost amid a collective, the GPU may have been left with an error, which was raised.
+        # A kernel that had waited for a rank until its own limit has left the GPU with an error, which was raised.
         with suppress(RuntimeError):
             super()._release()

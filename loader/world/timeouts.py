@@ -8,6 +8,9 @@ from typing import NamedTuple
 from precast.ir import limits
 from precast.ir.errors import RequestError, shown_value
 
+_MARGIN = 5.0
+"""Seconds in which hosts look at their clocks."""
+
 
 class Timeouts(NamedTuple):
     """Seconds. What takes longer ends all ranks, with a message that names who was waited for.
@@ -26,9 +29,10 @@ class Timeouts(NamedTuple):
 
     @property
     def kernel(self) -> float:
-        """Seconds that a kernel waits for another rank's: longer than hosts take to find it late, and to tell kernels
-        to stop. One that stops by itself does so with an error, after which the process has no use of its GPU."""
-        return self.step + self.end
+        """Seconds that a kernel waits for another rank's: longer than hosts take to find it late in a step or a
+        capture, and to tell kernels to stop. One that stops by itself does so with an error, after which the process
+        has no use of its GPU."""
+        return max(self.step, self.capture) + self.end + _MARGIN
 
 
 def timeouts_of(changes: Mapping[str, float] | None) -> Timeouts:

@@ -21,7 +21,7 @@ from precast.kernels.launch import Launched, as_function
 from precast.kernels.linear import cublaslt, scaled_tiles
 from precast.kernels.linear.cublaslt import Product, ScaledProduct, class_of, text_of
 from precast.kernels.linear.records import RECORDS, product, product_into, workspace_bytes
-from precast.kernels.linear.scaled_tiles import TILES, WHOLE, Tile, best_tile
+from precast.kernels.linear.scaled_tiles import TILES, Tile, best_tile
 from precast.kernels.measured import Machine, MeasuredProduct, Table
 from precast.kernels.quantised_linear import launches
 from precast.kernels.quantised_linear.quantised_linear import few_bits, quantised_linear
@@ -598,23 +598,24 @@ def test_products_of_float8(name: str, outputs: int, inputs: int, dtype: torch.d
 @pytest.mark.gpu
 @pytest.mark.usefixtures("scales")
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.outputs}x{tile.rows}")
-def test_tiles_change_no_bits(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library takes each, and it is what runs."""
-    if cublaslt.version() // 100 not in scaled_tiles.VERSIONS:
-        pytest.skip(f"no tiles are chosen for cuBLASLt {cublaslt.version()}; VERSIONS says for which")
-    sample = float8_layer("token and row", 4096, 1024, 2 * tile.rows, dtype=torch.bfloat16, bias=True)
+@pytest.mark.parametrize(("dtype", "inputs"), [(torch.bfloat16, 1024), (torch.float16, 1024), (torch.bfloat16, 14336)])
+def test_tiles_change_no_bits(dtype: torch.dtype, inputs: int, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the library proposes. It takes each, and that is what runs."""
+    if cublaslt.version() // 100 not in scaled_tiles.COMPARED:
+        pytest.skip(f"no tiles are chosen for cuBLASLt {cublaslt.version()}; COMPARED says for which")
+    sample = float8_layer("token and row", 4096, inputs, 2 * tile.rows, dtype=dtype, bias=True)
     found, algorithms = [], []
-    for each in (tile, WHOLE):
+    for each in (tile, None):
         monkeypatch.setattr(scaled_tiles, "best_tile", lambda rows, outputs, each=each: each)
-        out = torch.full((1, 2 * tile.rows, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
+        out = torch.full((1, 2 * tile.rows, 4096), torch.nan, dtype=dtype, device="cuda")
         as_function(float8_record("token and row"))(**sample, out=out)
         found.append(out)
-        made = ScaledProduct(dtype="bfloat16", outputs=4096, inputs=1024, bias=True, workspace_bytes=16 << 20,
-                             scales="rows")  # fmt: skip
-        algorithms.append(bytes(made.plan(cublaslt._Size(2 * tile.rows, 1024)).algorithm))
+        made = ScaledProduct(dtype=str(dtype).removeprefix("torch."), outputs=4096, inputs=inputs, bias=True,
+                             workspace_bytes=16 << 20, scales="rows")  # fmt: skip
+        algorithms.append(bytes(made.plan(cublaslt._Size(2 * tile.rows, inputs)).algorithm))
 
     assert torch.equal(*found)
-    assert (algorithms[0] == algorithms[1]) == (tile == WHOLE)
+    assert algorithms[0] != algorithms[1]
 
 
 @pytest.mark.gpu

@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_of_any_pace_add_up_on_a_cpu(folder: Path, ranks: int) -> None:
+    """And where one is lost, the others' calls end."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++ to compile the kernels' source for this CPU")
@@ -44,10 +45,14 @@ def test_ranks_of_any_pace_add_up_on_a_cpu(folder: Path, ranks: int) -> None:
     flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-DRANKS={ranks}"]
     subprocess.run([compiler, *flags, HERE / "peers_on_cpu.cpp", "-o", program], check=True)
 
-    done = subprocess.run([program, "1"], capture_output=True, text=True, timeout=300)
+    done, left = (
+        subprocess.run([program, "1", *more], capture_output=True, text=True, timeout=300) for more in ([], ["lost"])
+    )
 
     assert done.returncode == 0, done.stdout
     assert int(done.stdout) == 400
+    assert left.returncode == 0, left.stdout
+    assert int(left.stdout) == 4
 
 
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")

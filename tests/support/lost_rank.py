@@ -48,3 +48,17 @@ def lose_a_rank(folder: Path, axis: str, how: signal.Signals, device: str) -> No
         with load(folder / "split.bundle", weights=folder / "ckpt", **options) as engine:
             again = next(engine.stream([5], SamplingParams(max_tokens=60, ignore_eos=True)))
         assert again.token_ids == first.token_ids
+
+
+def lose_a_rank_whose_logits_are_wanted(folder: Path, device: str) -> None:
+    """A rank that doesn't go on: logits that all would have to add up are not given."""
+    options = {"device": device, "max_num_tokens": 7, "tp": 2}
+    with load(folder / "split.bundle", weights=folder / "ckpt", **options) as engine:
+        lead = engine._runner._lead
+        assert lead is not None
+        assert lead._processes is not None
+        engine.logits([5, 9])
+        lead.timeouts = lead.timeouts._replace(step=1, end=1)
+        os.kill(lead._processes[1], signal.SIGSTOP)
+        with pytest.raises(TargetError, match="rank 0 waited 1 s for rank 1"):
+            engine.logits([5, 9])

@@ -11,14 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from file_server import serving
-from lost_rank import lose_a_rank
+from lost_rank import lose_a_rank, lose_a_rank_whose_logits_are_wanted
 from tiny import random_weights, reference_answer, tiny_graph
 from tiny_world import WEIGHTS, write, write_checkpoint
 
@@ -291,10 +291,22 @@ def test_worlds_that_end_give_their_memory_back(folder: Path) -> None:
 def test_a_rank_that_is_lost_ends_the_world(axis: str, how: signal.Signals, device: str, folder: Path) -> None:
     if device == "cpu":
         lose_a_rank(folder, axis, how, device)
-        return
+    else:
+        in_a_process(lose_a_rank, folder, axis, how, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_logits_are_not_given_when_a_rank_is_lost(device: str, folder: Path) -> None:
+    if device == "cpu":
+        lose_a_rank_whose_logits_are_wanted(folder, device)
+    else:
+        in_a_process(lose_a_rank_whose_logits_are_wanted, folder, device)
+
+
+def in_a_process(call: Callable[..., None], *args: Any) -> None:
+    """A GPU on which a kernel waits in vain must not keep this process from its own."""
     needs_gpus()
-    # A GPU on which a kernel waits in vain must not keep this process from its own.
-    process = multiprocessing.get_context("spawn").Process(target=lose_a_rank, args=(folder, axis, how, device))
+    process = multiprocessing.get_context("spawn").Process(target=call, args=args)
     process.start()
     process.join(LIMIT)
     process.kill()
