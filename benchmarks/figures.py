@@ -232,8 +232,8 @@ def _in_short(name: str) -> str:
 _WAITED = """
 Captured steps of sequences of 130 to 240 tokens on one {gpu}, with random weights. Kernels overlap:
 of each is given by how much its end comes after the ends of all in front of it, so that these times add up to a layer's
-(`benchmarks/bench_gpu_step_kernels.py`). GPUs of one kind differ by some percent, most with many sequences: steps as
-they are served ([quantisation.md](quantisation.md#what-steps-take)) were measured on another one.
+(`benchmarks/bench_gpu_step_kernels.py`). GPUs of one kind differ by some percent, most with many sequences, and
+steps as they are served ([quantisation.md](quantisation.md#what-steps-take)) may be of another one.
 
 """
 

@@ -118,8 +118,7 @@ def build(
     register()
     say("config")
     check_named(
-        dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, activations=activations, quantise=quantise,
-        targets=targets, worlds=worlds,
+        dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, activations=activations, quantise=quantise
     )  # fmt: skip
     check_output(out)
     opened = open_source(source, allow_code=allow_remote_code, model_type=model_type)

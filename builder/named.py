@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from precast.builder.native.layer import target_named, worlds_named
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Dtype
 
@@ -17,14 +16,13 @@ ACTIVATIONS = ("published", "none")
 """Inputs of layers with weights in few bits are rounded as the config says, or not at all."""
 QUANTISED = ("fp8",)
 """What weights are made while they are read."""
-NAMED = ("dtype", "kv_dtype", "page_size", "activations", "quantise", "targets", "worlds")
+NAMED = ("dtype", "kv_dtype", "page_size", "activations", "quantise")
 """The options that `check_named` looks at."""
 _MOST_PAGE_SIZE = 1024
 
 
 def check_named(
-    *, dtype: str, kv_dtype: str, page_size: int | None, activations: str, quantise: str | None,
-    targets: Sequence[str], worlds: Sequence[str],
+    *, dtype: str, kv_dtype: str, page_size: int | None, activations: str, quantise: str | None
 ) -> None:  # fmt: skip
     """Raise BuildError (`option-invalid`) for the first that names nothing that `precast.build` knows."""
     if dtype != "auto":
@@ -43,9 +41,6 @@ def check_named(
     if activations not in ACTIVATIONS:
         message = f"activations={activations!r}: this is not known, expected {' or '.join(ACTIVATIONS)}"
         raise BuildError("option-invalid", message, fix="leave activations out, for what the config says")
-    for name in targets:
-        target_named(name)
-    worlds_named(worlds)
 
 
 def check_dtype(dtype: str, *, of_config: bool = False) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
+from precast.builder import named
 from precast.builder.capture.experts import routed_experts
 from precast.builder.capture.mixtures import drop_unread_rows, has_unread_rows
 from precast.builder.capture.rope import route_dynamic_rope
@@ -22,7 +23,7 @@ from precast.builder.source.quantised_options import unquantised
 from precast.builder.source.source import CONFIG_ERRORS, reason
 from precast.ir.errors import BuildError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in named.DTYPES}
 
 
 def make_module(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:

@@ -12,7 +12,8 @@
 // limits.py SPLITS, OWN_GROUPS, PASSES, CAPACITY, KEYS, PLAN.
 //
 // `most_rows` are those of the memory, `splits` a rank's programs for a row. `calls` has the counter, and one word more:
-// not 0, nobody waits any longer, and what is drawn is worthless. Whoever waits `limit` ns ends with an error.
+// not 0, words are polled a few times and no longer, and what is drawn is worthless. Whoever waits `limit` ns ends with
+// an error.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

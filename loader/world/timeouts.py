@@ -9,7 +9,7 @@ from precast.ir import limits
 from precast.ir.errors import RequestError, shown_value
 
 _MARGIN = 5.0
-"""Seconds in which hosts look at their clocks."""
+"""Seconds: hosts look at their clocks only now and then."""
 
 
 class Timeouts(NamedTuple):

@@ -11,8 +11,8 @@ from source_imports import imported_names
 
 BUILDER_ORDER = (
     # each room of the builder imports from those before it, and none from one after it: the data's way
-    "versions", "limits", "replaced", "graph", "source", "weights", "capture", "shard", "passes", "pipeline",
-    "snapshot", "lower", "native", "named",
+    "versions", "limits", "named", "replaced", "graph", "source", "weights", "capture", "shard", "passes", "pipeline",
+    "snapshot", "lower", "native",
     "build",
 )  # fmt: skip
 

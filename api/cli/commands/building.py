@@ -87,12 +87,16 @@ def build(source: str, out: Path, tables: tuple[Path, ...], as_json: bool, **opt
     if options["worlds"] and not options["targets"]:
         raise click.UsageError("--world goes with --target")
     from precast.builder.named import NAMED, check_named
+    from precast.builder.native.layer import target_named, worlds_named
     from precast.cli.progress import BUILD_STAGES, stages
     from precast.cli.show import summary
     from precast.ir.artifact import check_output
 
-    # Before torch is imported; the build checks both again.
+    # Before torch is imported; the build checks all of it again.
     check_named(**{name: options[name] for name in NAMED})
+    for name in options["targets"]:
+        target_named(name)
+    worlds_named(options["worlds"])
     check_output(out)
     if tables:
         from precast.kernels.measured import read_table
