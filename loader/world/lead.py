@@ -165,7 +165,8 @@ class Lead:
     def at_left(self, call: Callable[[], object]) -> None:
         """`call` frees what this rank has given to others: it is called when all have left a world that is closed.
 
-        It isn't in a world that has failed, which ranks leave in any order, or with a device that doesn't answer.
+        Of a world that has failed, which ranks leave in any order, rank 0 frees it once the processes that it has
+        started are gone. The others leave that to their ends; and so does rank 0 with processes of a launcher's.
         """
         self._at_left.append(call)
 
@@ -186,6 +187,8 @@ class Lead:
             self._leave_together()
         if self._processes is not None:
             self._processes.reap(self.timeouts.end)
+            call_all(self._at_leave)  # what is left to do in a world that has failed
+            call_all(self._at_left)
         for channel in self._channels.values():
             channel.close()
         for thread in (*self._hearing, self._looking):

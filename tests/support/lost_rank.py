@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from precast.ir.errors import TargetError
 from precast.loader.engine.params import SamplingParams
@@ -48,6 +49,15 @@ def lose_a_rank(folder: Path, axis: str, how: signal.Signals, device: str) -> No
         with load(folder / "split.bundle", weights=folder / "ckpt", **options) as engine:
             again = next(engine.stream([5], SamplingParams(max_tokens=60, ignore_eos=True)))
         assert again.token_ids == first.token_ids
+
+
+def lose_ranks_one_after_another(folder: Path) -> None:
+    """What the device of rank 0 has free after the second loss is what it had after the first, but for a little."""
+    free = []
+    for _ in range(3):
+        lose_a_rank(folder, "tp", signal.SIGKILL, "cuda")
+        free.append(torch.cuda.mem_get_info(0)[0])
+    assert min(free[1:]) > free[0] - (32 << 20), f"free {free}"
 
 
 def lose_a_rank_whose_logits_are_wanted(folder: Path, device: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -15,6 +17,7 @@ from precast.loader.world.channel import Channel
 from precast.loader.world.follower import Follower
 from precast.loader.world.lead import Lead
 from precast.loader.world.messages import OrdersAt
+from precast.loader.world.processes import Processes
 from precast.loader.world.timeouts import Timeouts
 
 WAITS = Timeouts()._replace(end=60.0)
@@ -58,6 +61,7 @@ def test_all_ranks_leave_before_one_frees_what_they_had(pairs: list[tuple[socket
 
 
 def test_nothing_is_freed_in_a_world_that_has_failed(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    """Others may still have it open, whose ends rank 0 doesn't see."""
     lead = Lead({rank: Channel(ours) for rank, (ours, _) in enumerate(pairs, 1)}, WAITS)
     said: list[str] = []
     lead.at_left(lambda: said.append("freed"))
@@ -67,6 +71,31 @@ def test_nothing_is_freed_in_a_world_that_has_failed(pairs: list[tuple[socket.so
     lead.close()
 
     assert said == ["closed"]
+
+
+def test_rank_0_frees_what_it_had_once_the_processes_of_a_failed_world_are_gone(
+    pairs: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    processes = Processes(3)
+    lead = Lead({rank: Channel(ours) for rank, (ours, _) in enumerate(pairs, 1)}, WAITS._replace(end=0), processes)
+    said: list[str] = []
+    lead.at_left(lambda: said.append(" ".join(["freed", *map(str, running(processes))])))
+    lead.at_leave(lambda: said.append("left"))
+
+    lead.fail(ValueError("out of paper"))
+    lead.close()
+
+    assert said == ["left", "freed"]
+
+
+def running(processes: Processes) -> list[int]:
+    """The ranks whose processes haven't ended."""
+    found = []
+    for rank in range(1, processes.num_ranks):
+        with suppress(ProcessLookupError):
+            os.kill(processes[rank], 0)
+            found.append(rank)
+    return found
 
 
 def test_an_interrupt_just_before_a_wait_for_other_ranks_ends_it(

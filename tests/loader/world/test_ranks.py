@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from file_server import serving
-from lost_rank import lose_a_rank, lose_a_rank_whose_logits_are_wanted
+from lost_rank import lose_a_rank, lose_a_rank_whose_logits_are_wanted, lose_ranks_one_after_another
 from tiny import random_weights, reference_answer, tiny_graph
 from tiny_world import WEIGHTS, write, write_checkpoint
 
@@ -293,6 +293,11 @@ def test_a_rank_that_is_lost_ends_the_world(axis: str, how: signal.Signals, devi
         lose_a_rank(folder, axis, how, device)
     else:
         in_a_process(lose_a_rank, folder, axis, how, device)
+
+
+@pytest.mark.gpu
+def test_worlds_that_lose_a_rank_give_their_memory_back(folder: Path) -> None:
+    in_a_process(lose_ranks_one_after_another, folder)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
