@@ -159,7 +159,7 @@ def caches_page() -> str:
 def kernels_page() -> str:
     """The tables of docs/kernel_speed.md."""
     rows = (row.cells for claim, rows_of in kernel_figures.KERNELS.items() for row in rows_of(result(claim)))
-    return f"{_table(kernel_figures.HEADS, rows)}{_float8_layers()}{_single_tokens()}{_waited_for()}"
+    return f"{_table(kernel_figures.HEADS, rows)}{_float8_layers()}{_single_tokens()}{_waited_for()}{_products_alone()}"
 
 
 def _float8_layers() -> str:
@@ -238,6 +238,30 @@ steps as they are served ([quantisation.md](quantisation.md#what-steps-take)) ma
 """
 
 
+def _products_alone() -> str:
+    """What steps take with kernels left out."""
+    found = result("gpu_products_alone")
+    parts, rate = ("all", "without gates", "without attention", "products alone"), found["read_bytes_per_second"]
+    rows = [
+        (SERVED[shape], count, f"{1000 * found[shape]['step_bytes'] / rate:.2f}" if count == "1" else "",
+         *(f"{found[shape][part][count]:.2f}" for part in parts))
+        for shape in found if shape in SERVED for count in ("1", "8")
+        if count == "1" or "gpt-oss" not in shape  # without the rest all sequences have the same experts
+    ]  # fmt: skip
+    table = _table(("", "seq.", "its bytes, ms", *parts), rows)
+    gpu = _read("gpu_products_alone")["machine"]["gpu"]
+    return f"\n## What a step can't do without\n{_ALONE.format(gpu=gpu)}{table}"
+
+
+_ALONE = """
+Steps as they are served on one {gpu}, in ms, with some of their kernels left out
+(`benchmarks/bench_gpu_products_alone.py`): what norms, gates, attention and the time between kernels could still give
+is the difference. What is left of the products alone beside their bytes is theirs: in four bits what operands are made
+with, and of experts that they are known late.
+
+"""
+
+
 def attention_page() -> str:
     """The table of sparse attention in docs/kernels/attention.md."""
     found = result("gpu_sparse_attention")["rows"]
@@ -276,7 +300,9 @@ def sharding_page() -> str:
     for name, worlds in found.items():
         one = alone[name]["captured"]
         decode = (f"{one[count]['ms']:.2f}" for count in counts)
-        rows.append((STEPPED[name], "one GPU, another day", *decode, f"{one['prefill_tokens_per_s']['1 x 4096']:,.0f}"))
+        if "tp 1" not in worlds:
+            prefill = f"{one['prefill_tokens_per_s']['1 x 4096']:,.0f}"
+            rows.append((STEPPED[name], "one GPU, another day", *decode, prefill))
         for world, two in worlds.items():
             decode = (f"{two['decode_ms'][count]:.2f}" for count in counts)
             rows.append((STEPPED[name], world, *decode, f"{two['prefill_tokens_per_s']:,.0f}"))
