@@ -25,7 +25,8 @@ _SAYS_IT = {
 def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, Any]], name: str) -> None:
     """Add to the config what the files beside it say of quantisation: `files` are those of `FILES` that there are.
 
-    Where the config says it too, but nothing of keys and values, what ModelOpt's file says of these counts.
+    Where the config says it too, but nothing of keys and values, or not which layers stay as they are, what ModelOpt's
+    file says of these counts.
 
     Raises BuildError: `feature-unsupported` for one that contradicts the config, `config-invalid` for one that says
     nothing, where the config doesn't either.
@@ -45,8 +46,16 @@ def add_quantisation(config: PreTrainedConfig, files: Mapping[str, Mapping[str, 
             _check_same(file, added, said, name)
         else:
             _check_modelopt(file, added, said, name)
-            if _KV.isdisjoint(said):
-                config.quantization_config = said | {name: added[name] for name in sorted(_KV & added.keys())}
+            if more := _only_in_file(added, said, name):
+                config.quantization_config = said | more
+
+
+def _only_in_file(added: Mapping[str, Any], said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What ModelOpt's file says and the config doesn't: of keys and values, and the layers that stay as they are."""
+    found = {name: added[name] for name in sorted(_KV & added.keys())} if _KV.isdisjoint(said) else {}
+    kept, known = (in_one_spelling("modelopt", each, where).get("ignore") for each in (added, said))
+    is_modelopts = said.get("quant_method") == "modelopt"
+    return found | ({"ignore": kept} if is_modelopts and known is None and kept is not None else {})
 
 
 def _check_modelopt(file: str, added: Mapping[str, Any], said: Mapping[str, Any], where: str) -> None:

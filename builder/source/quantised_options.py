@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from precast.builder.source import quark_options
+from precast.builder.source import compressed_options, quark_options
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Dtype
 
@@ -85,8 +85,8 @@ def ignored_outputs(entries: Mapping[str, Any] | None) -> list[str]:
 
 def _is_float8(scheme: Mapping[str, Any]) -> bool:
     """One scale, for all of a layer's keys or values, known beforehand."""
-    wanted = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor",), "symmetric": (True,), "dynamic": (False,)}
-    return all(scheme.get(name, values[0]) in values for name, values in wanted.items())
+    wanted = {"num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+    return scheme.get("type") == "float" and all(scheme.get(name, value) == value for name, value in wanted.items())
 
 
 def unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -114,12 +114,15 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
             where=where,
             fix=f"{_OTHER}, or of one of these formats",
         )
+    if method == "compressed-tensors":
+        entries = compressed_options.spelled_out(entries)
     if found := list(_unknown(method, entries)):
         raise _refuse_all(method, found, where)
     entries = in_one_spelling(method, entries, where)
     if method == "modelopt":
         _check_modelopt(entries, where)
     if method == "fp8":
+        _check_tensors(entries, where)
         _check_mixed(entries, where)
     if method == "mlx" and not {"group_size", "bits"} <= set(entries):
         raise refuse(method, "no group_size, or no bits", where)
@@ -137,6 +140,8 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
 
 
 _SPELLINGS = {
+    "fp8": {"ignored_layers": "modules_to_not_convert"},
+    "mxfp8": {"ignored_layers": "modules_to_not_convert"},
     "awq": {"q_group_size": "group_size", "w_bit": "bits"},
     "gptq": {"format": "checkpoint_format"},
     "modelopt": {"exclude_modules": "ignore"},
@@ -145,16 +150,20 @@ _SPELLINGS = {
 
 
 def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None = None) -> dict[str, Any]:
-    """The entries with one name for each option. Raises BuildError where two names of one say different things."""
+    """The entries with one name for each option. Raises BuildError where two names of one say different things.
+
+    Of `fp8` an empty list says nothing, as readers of such checkpoints take it.
+    """
     names = _SPELLINGS.get(method, {})
+    nothing: tuple[Any, ...] = (None, []) if method in ("fp8", "mxfp8") else (None,)
     made = {name: value for name, value in entries.items() if name not in names}
     for name, value in entries.items():
         known = names.get(name)
         if known is None:
             continue
-        if made.get(known) is None:
+        if made.get(known) in nothing:
             made[known] = value
-        elif value is not None and not _says_same(made[known], value):
+        elif value not in nothing and not _says_same(made[known], value):
             what = cut(f"{known} = {made[known]!r} and {name} = {value!r}")
             fix = "remove the one that doesn't describe the checkpoint's tensors"
             raise refuse(method, what, where, fix, why="both are names of one option")
@@ -179,15 +188,15 @@ def _unknown(method: str, entries: Mapping[str, Any]) -> Iterator[_Unknown]:
     """All options, and all layers and groups of them, that say what isn't known of a method."""
     allowed = _KNOWN[method]
     for name, value in entries.items():
-        if name == "quant_method" or (name in _SAYS_NOTHING and name not in allowed):
+        if name == "quant_method" or ((name in _SAYS_NOTHING or value is None) and name not in allowed):
             continue
         if name not in allowed:
             known = f"known options are {', '.join(sorted(allowed))}"
             yield _Unknown(_described(str(name), value), f"this is not known ({known})")
         elif name == "quantized_layers" and isinstance(value, Mapping):
-            for layer, said in value.items():
-                if not isinstance(said, Mapping) or not _is_modelopt(said):
-                    yield _Unknown(_described(f"quantized_layers.{layer}", said), _not_known(allowed[name].expected))
+            # of `modelopt` the scheme looks at formats (`check_layers`): it knows which of the layers are the model's
+            later = Mapping if method == "modelopt" else ()
+            yield from _unknown_layers({layer: said for layer, said in value.items() if not isinstance(said, later)})
         elif not allowed[name](value):
             yield _Unknown(_described(str(name), value), _not_known(allowed[name].expected))
     if method == "quark":
@@ -203,6 +212,24 @@ def _unknown(method: str, entries: Mapping[str, Any]) -> Iterator[_Unknown]:
                 yield _Unknown(_described_group(str(name), group, entries.get("format")), _not_known(_COMPRESSED))
 
 
+def _unknown_layers(layers: Mapping[str, Any]) -> Iterator[_Unknown]:
+    """Those of ModelOpt's `quantized_layers` whose format isn't known."""
+    for layer, said in layers.items():
+        if not is_known_layer(said):
+            yield _Unknown(_described(f"quantized_layers.{layer}", said), _not_known(_modelopt_layers.expected))
+
+
+def is_known_layer(said: Any) -> bool:
+    """Whether one of ModelOpt's `quantized_layers` says a format that is known, and no more."""
+    return isinstance(said, Mapping) and _is_modelopt(said)
+
+
+def check_layers(method: str, layers: Mapping[str, Any]) -> None:
+    """Refuse those of ModelOpt's `quantized_layers` whose format isn't known."""
+    if found := list(_unknown_layers(layers)):
+        raise _refuse_all(method, found, None)
+
+
 def _refuse_all(method: str, found: Sequence[_Unknown], where: str | None) -> BuildError:
     if len(found) == 1:
         return refuse(method, found[0].what, where, why=found[0].why)
@@ -213,7 +240,7 @@ def _refuse_all(method: str, found: Sequence[_Unknown], where: str | None) -> Bu
 
 def in_all_layers(lines: Iterable[str]) -> list[str]:
     """Lines that differ in the numbers of layers alone as one, with `*` for these, and how many it was."""
-    kinds = Counter(re.sub(r"\.\d+(?=\.)", ".*", line) for line in lines)
+    kinds = Counter(re.sub(r"(?<=[^\W\d])\.\d+(?=\.)", ".*", line) for line in lines)
     return [kind + (f" (of {count})" if count > 1 else "") for kind, count in kinds.items()]
 
 
@@ -245,6 +272,13 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
         raise refuse("modelopt", f"group_size = {size!r} and quant_algo = {algorithm!r}", where)
 
 
+def _check_tensors(entries: Mapping[str, Any], where: str | None) -> None:
+    """Scales of tensors and of blocks exclude each other; inputs with one scale have it beforehand."""
+    said, blocks = entries.get("weight_per_tensor"), entries.get("weight_block_size")
+    if said is not None and said is (blocks is not None):
+        raise refuse("fp8", f"weight_per_tensor = {said!r} and weight_block_size = {blocks!r}", where)
+
+
 def _check_mixed(entries: Mapping[str, Any], where: str | None) -> None:
     """FP8 of which ModelOpt made the experts NVFP4: what it says of layers must be said of experts alone."""
     said = sorted(_MODELOPTS & set(entries))
@@ -267,9 +301,13 @@ def _check_mixed(entries: Mapping[str, Any], where: str | None) -> None:
 def _check_modelopt_groups(
     method: str, entries: Mapping[str, Any], algorithms: Iterable[str], where: str | None
 ) -> None:
-    """The weights of all of ModelOpt's `config_groups` must be those of one of its formats."""
+    """The weights of all of ModelOpt's `config_groups` must be those of one of its formats. Of groups of layers that
+    `quantized_layers` lists, that counts, which the scheme looks at."""
     known, unknown = {_MODELOPT[each] for each in algorithms}, list[_Unknown]()
+    listed = (entries.get("quantized_layers") or {}) if method == "modelopt" else {}
     for name, group in (entries.get("config_groups") or {}).items():
+        if isinstance(group, Mapping) and _has_targets(group) and set(group["targets"]) <= set(listed):
+            continue
         weights = group.get("weights") if isinstance(group, Mapping) else None
         found = _modelopt_weights(weights) if isinstance(weights, Mapping) else None
         if found is None or not any(found == each for each in known):
@@ -516,21 +554,23 @@ _FOLDED = Check(quark_options.is_folded, quark_options.FOLDED)
 
 _SAYS_NOTHING = frozenset(
     # of how a checkpoint was made, how it is computed with, and what becomes of activations and caches
-    ("act_group_aware", "activation_scale_ub", "activation_scheme", "backend", "batch_size", "block_name_to_quantize",
-     "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "desc_act",
-     "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "global_compression_ratio", "is_marlin_format",
-     "kv_cache_post_rope", "kv_cache_quant_algo", "kv_cache_quant_config", "kv_cache_scheme", "max_input_length",
-     "meta", "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
-     "modules_in_block_to_quantize", "modules_to_fuse", "mse",
-     "pad_token_id", "parallel_packing", "producer", "quant_mode", "quantization_status", "quantized_by", "quantizer",
-     "run_compressed", "static_groups", "sym", "tokenizer", "true_sequential", "uri", "use_cuda_fp16", "use_exllama",
-     "use_optimized_inference", "version")
+    ("act_group_aware", "activation_scale_ub", "activation_scheme", "autoround_version", "backend", "batch_size",
+     "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize",
+     "desc_act", "disable_exllama", "do_fuse", "enable_quanted_input", "exllama_config", "fuse_max_seq_len",
+     "global_compression_ratio", "is_marlin_format", "iters", "kv_cache_post_rope", "kv_cache_quant_algo",
+     "kv_cache_quant_config", "kv_cache_scheme", "low_gpu_mem_usage", "max_input_length", "meta",
+     "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+     "modules_in_block_to_quantize", "modules_to_fuse", "mse", "nsamples",
+     "pad_token_id", "parallel_packing", "producer", "provider", "quant_mode", "quantization_status", "quantized_by",
+     "quantizer", "run_compressed", "seqlen", "static_groups", "sym", "tokenizer", "true_sequential", "uri",
+     "use_cuda_fp16", "use_exllama", "use_optimized_inference", "version")
 )  # fmt: skip
 """Options that say nothing about the stored tensors, in methods that don't list them as their own."""
 
 _KNOWN: dict[str, dict[str, Check]] = {
     "fp8": {
-        "weight_block_size": _block, "modules_to_not_convert": _names, "ignored_layers": _names,
+        "weight_block_size": _block, "weight_per_tensor": _one_of(True, False, None),
+        "act_per_tensor": _one_of(True, False, None), "modules_to_not_convert": _names, "ignored_layers": _names,
         "modules_to_convert": _one_of(None), "scale_fmt": _one_of(None, "float", "ue8m0"),
         "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"), "expert_dtype": _one_of(None, "fp8", "fp4"),
         "moe_quant_algo": _one_of("NVFP4"), "quant_algo": _one_of("MIXED_PRECISION"), "ignore": _names,
@@ -562,12 +602,13 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "bits": _one_of(4), "w_bit": _one_of(4), "group_size": _group_size, "q_group_size": _group_size,
         "zero_point": _one_of(True), "version": _GEMM, "format": _GEMM, "modules_to_not_convert": _names,
         "checkpoint_format": _GEMM, "method": _one_of("awq"), "pack_dtype": _one_of("int32"), "lm_head": _one_of(False),
+        "data_type": _one_of("int"),
     },
     "gptq": {
         "bits": _one_of(4, 8), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),
         "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _by_layer,
         "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
-        "desc_act": _one_of(True, False, None), "method": _one_of("gptq"),
+        "desc_act": _one_of(True, False, None), "method": _one_of("gptq"), "data_type": _one_of("int"),
     },
     "mlx": {"bits": _one_of(4, 8), "group_size": _one_of(32, 64, 128), "mode": _one_of("affine")},
 }  # fmt: skip

@@ -22,14 +22,20 @@ from precast.builder.weights.schemes.quark import quark
 from precast.builder.weights.schemes.scheme import Scheme
 
 
-def scheme_of(model: PreTrainedModel, entries: Mapping[str, Any] | None) -> Scheme | None:
+def scheme_of(
+    model: PreTrainedModel, entries: Mapping[str, Any] | None, is_left_out: Callable[[str], bool] = lambda _: False
+) -> Scheme | None:
     """How the checkpoint of `model` is quantised, by its config's `quantization_config`; None: not at all.
+
+    `is_left_out` says of a layer's name that isn't the model's whether it is of a part that is left out.
 
     Raises BuildError: `feature-unsupported` for a method or an option that isn't known, naming it.
     """
     if not entries:
         return None
     options = check_options(entries)
+    if options.method == "modelopt":
+        return modelopt(model, options, is_left_out)
     return _SCHEMES[options.method](model, options)
 
 
@@ -38,7 +44,6 @@ _SCHEMES: dict[str, Callable[[PreTrainedModel, Quantised], Scheme]] = {
     "fbgemm_fp8": fbgemm_fp8,
     "mxfp8": mxfp8,
     "compressed-tensors": compressed_tensors,
-    "modelopt": modelopt,
     "quark": quark,
     "mxfp4": mxfp4,
     "awq": awq,

@@ -24,7 +24,7 @@ from precast.builder.source.quantised_options import in_all_layers
 from precast.builder.weights.at_load import scheme as at_load_scheme
 from precast.builder.weights.conversions import Converted, converted, other_prefixes, saved_name, saved_tensors
 from precast.builder.weights.quantisation import scheme_of
-from precast.builder.weights.schemes.scheme import Weight
+from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Cast, Read, Recipe, Tie
 from precast.ir.manifest import Checkpoint
@@ -65,7 +65,8 @@ class ModelCheckpoint:
         self._whole = whole
         self._beside = tuple(beside)
         self._tied = _tied(model)
-        self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation)
+        self._scheme: Scheme | None = None
+        self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation, self._is_left_out)
         self._quantised: dict[str, Weight] = {}
         self._refused: list[BuildError] = []
 
@@ -126,13 +127,25 @@ class ModelCheckpoint:
     def _unused(self, rules: Checkpoint, used: set[str]) -> tuple[str, ...]:
         """What the graph doesn't use of the model's checkpoint, or of the multimodal model's."""
         tensors = self._used_tensors(used)
-        patterns = {*self._beside, *unused_patterns(self._saved, tensors)}
-        if self._whole is not None:
-            saved = saved_tensors(self._whole, _tied(self._whole))
-            found = [fit.resolve(name, saved, rules) for name in tensors]
-            if None not in found:
-                patterns |= set(unused_patterns(saved, [name for name in found if name is not None]))
+        patterns = {*self._beside, *unused_patterns(self._saved, tensors), *self._unused_of_whole(rules, tensors)}
         return tuple(sorted(patterns))
+
+    def _unused_of_whole(self, rules: Checkpoint, tensors: Iterable[str]) -> tuple[str, ...]:
+        """What of the multimodal model's checkpoint is none of these tensors, by their names in the model's."""
+        if self._whole is None:
+            return ()
+        saved = saved_tensors(self._whole, _tied(self._whole))
+        found = [fit.resolve(name, saved, rules) for name in tensors]
+        return () if None in found else unused_patterns(saved, [name for name in found if name is not None])
+
+    def _is_left_out(self, layer: str) -> bool:
+        """Whether a layer of this name, which is none of the model's, is of a part of checkpoints that isn't read."""
+        return any(matches(pattern, f"{layer}.weight") for pattern in self._left_out)
+
+    @functools.cached_property
+    def _left_out(self) -> tuple[str, ...]:
+        rules = self.known_names()
+        return (*rules.ignored, *self._beside, *self._unused_of_whole(rules, self._saved))
 
     @functools.cached_property
     def _saved(self) -> dict[str, torch.Tensor]:

@@ -33,6 +33,9 @@ def of_fp8(entries: Mapping[str, Any], stem: str) -> Rounding:
     in the checkpoint.
     """
     scheme, block = entries.get("activation_scheme", "dynamic"), entries.get("weight_block_size")
+    one = entries.get("act_per_tensor")
+    if one is not None and one is (scheme != "static"):
+        return Rounding(reason=f"act_per_tensor is {one} and activation_scheme is {_short(scheme)}: not made")
     if scheme == "static":
         # As the scale of the weight: checkpoints without the key are AutoFP8's.
         name = "activation_scale" if "weight_block_size" in entries else "input_scale"

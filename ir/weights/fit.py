@@ -91,7 +91,8 @@ def problems(graph: schema.Graph, rules: Checkpoint, files: CheckpointFiles) -> 
         names = [resolve(name, files.tensors, msgspec.structs.replace(rules, tied={})) for name in (second, first)]
         expected.update(name for name in names if name is not None)
         if None not in names and not _equal(files, *(files.tensors[name] for name in names if name is not None)):
-            found.append(Problem("untied", str(names[0]), f"expected the content of {names[1]}, to which it is tied"))
+            what = f"expected the content of {names[1]}, to which it is tied (tie_word_embeddings)"
+            found.append(Problem("untied", str(names[0]), what))
     for look in (_disordered, _not_zeros, _unexpected):
         found += itertools.islice(look(rules, files, expected), limits.MAX_PROBLEMS)
     return _sorted(found)

@@ -101,6 +101,7 @@ def test_tokens_are_those_of_transformers_with_a_cache_of_8_bits(model_type: str
 
 QUANTISED: dict[str, dict[str, Any]] = {
     "modelopt": {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    "fbgemm": {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model", "lm_head"], "kv_cache_scheme": "FP8"},
     "compressed-tensors": {
         "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["re:.*"],
         "config_groups": {"group_0": {
@@ -117,6 +118,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
     ("model_type", "method", "name"),
     [
         ("llama", "modelopt", "{}_proj.{}_scale"),
+        ("llama", "fbgemm", "{}_scale"),
         ("gemma4_text", "compressed-tensors", "{1}_scale"),
         ("gpt_oss", "compressed-tensors", "{}_proj.output_scale"),
     ],

@@ -220,8 +220,9 @@ def nvfp4(name: str, weight: torch.Tensor, *, divided: bool = False) -> Stored:
 
 
 def integers(
-    name: str, weight: torch.Tensor, bits: int, size: int | None, *, zeros: bool, order: bool, packed: bool
-) -> Stored:
+    name: str, weight: torch.Tensor, bits: int, size: int | None, *, zeros: bool, order: bool, packed: bool,
+    scales: torch.dtype = torch.bfloat16,
+) -> Stored:  # fmt: skip
     """What compressed-tensors stores of signed integers in groups of `size` inputs; None: of all inputs.
 
     `order`: groups are of inputs anywhere. `packed`: as `pack-quantized`, of `int-quantized` otherwise.
@@ -231,9 +232,9 @@ def integers(
     groups = groups[torch.randperm(inputs)] if order else groups
     values = torch.randint(-half, half, (outputs, inputs))
     points = torch.randint(-half, half, (outputs, int(groups.max()) + 1))
-    scales = (torch.rand(points.shape) * 0.1 / half).bfloat16()
-    dense = (values - (points[:, groups] if zeros else 0)).float() * scales.float()[:, groups]
-    stored = {"_scale": scales}
+    factors = (torch.rand(points.shape) * 0.1 / half).to(scales)
+    dense = (values - (points[:, groups] if zeros else 0)).float() * factors.float()[:, groups]
+    stored = {"_scale": factors}
     if packed:
         stored |= {"_packed": pack_bits(values + half, bits), "_shape": torch.tensor([outputs, inputs])}
     else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -16,15 +17,17 @@ from precast.builder.weights.schemes.scheme import KV_SCALES, Scheme, Weight
 from precast.builder.weights.schemes.stored import (
     Scales,
     nvfp4,
+    of_each,
     one_by_one,
     packed_mxfp4,
     per_group_of_32,
     per_row,
     per_tensor,
     per_tile,
+    same,
     scaled,
 )
-from precast.ir.graph.schema import Dequantise, Read, Recipe
+from precast.ir.graph.schema import Dequantise, Dtype, Read, Recipe
 from precast.ir.weights.quantised import PACKED
 from precast.ir.weights.recipes import map_reads
 
@@ -32,22 +35,24 @@ from precast.ir.weights.recipes import map_reads
 def compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
     """Of each layer the group that compressed-tensors gives it: that of the layer's own name, before those of patterns,
     before that of all linear layers. Of a target of several groups the last counts, and of several patterns the first
-    by alphabet. `ignore` lists layers of none.
+    by alphabet. `ignore` lists layers of none. Of stacked experts each linear layer has its own name.
     """
     targets = {target: group for group in options.get("config_groups", {}).values() for target in group["targets"]}
-    in_order = sorted(targets, key=lambda target: (target == _ALL, target.startswith("re:"), target))
-    ignore = list(options.get("ignore", None) or ())
-
+    is_ignored, target_of = _first(options.get("ignore", None) or ()), _first(set(targets) - {_ALL})
     names = config_names(model)
 
-    def called(weight: Weight) -> tuple[str, ...]:
-        return names(weight.module, weight.stem)
+    @functools.cache
+    def groups_of(weight: Weight) -> list[Any]:
+        if not is_linear(model, weight):
+            return [None]
+        ignored, named = (of_each(weight, names, first) for first in (is_ignored, target_of))
+        return [None if left else targets.get(name or _ALL) for left, name in zip(ignored, named, strict=True)]
 
     def group_of(weight: Weight) -> Any:
-        found = called(weight)
-        if not is_linear(model, weight) or any(_matches(pattern, *found) for pattern in ignore):
-            return None
-        return next((targets[each] for each in in_order if each == _ALL or _matches(each, *found)), None)
+        """The group of a weight that is of one; two groups that differ in their targets alone are the same."""
+        found = groups_of(weight)
+        same(options.method, weight, [group and {**group, "targets": ()} for group in found])
+        return found[0]
 
     def recipe(weight: Weight) -> Recipe:
         group = group_of(weight)
@@ -64,7 +69,7 @@ def compressed_tensors(model: PreTrainedModel, options: Quantised) -> Scheme:
         return of_compressed_tensors(group_of(weight).get("input_activations"), weight.stem)
 
     return Scheme(
-        "compressed-tensors", lambda weight: group_of(weight) is not None, recipe, ignored, scales, rounding=rounding
+        "compressed-tensors", lambda weight: any(groups_of(weight)), recipe, ignored, scales, rounding=rounding
     )
 
 
@@ -72,11 +77,19 @@ _ALL = "Linear"
 """The target that is no name: the class of layers."""
 
 
-def _matches(pattern: str, *names: str) -> bool:
-    """compressed-tensors' patterns: a name, or after `re:` a regular expression for its beginning."""
-    if pattern.startswith("re:"):
-        return any(re.match(pattern.removeprefix("re:"), name) for name in names)
-    return pattern in names
+def _first(patterns: Iterable[str]) -> Callable[[tuple[str, ...]], str | None]:
+    """Gives the first of compressed-tensors' patterns that one of some names fits: a name, before all that are after
+    `re:` a regular expression for a name's beginning, each by alphabet."""
+    in_order = sorted(set(patterns))
+    whole = frozenset(each for each in in_order if not each.startswith("re:"))
+    begins = [(each, re.compile(each.removeprefix("re:"))) for each in in_order if each not in whole]
+
+    def first(names: tuple[str, ...]) -> str | None:
+        if found := whole.intersection(names):
+            return min(found)
+        return next((each for each, begin in begins if any(map(begin.match, names))), None)
+
+    return first
 
 
 def _compressed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
@@ -111,6 +124,10 @@ def _int8(weight: Weight, scales: Scales, *, symmetric: bool) -> Recipe:
     return Dequantise(values, scales.recipe, "int8", scales.tile, map_reads(scales.recipe, point))
 
 
+_SCALES: dict[str, Dtype] = {"torch.float32": "float32", "torch.float16": "float16", "torch.bfloat16": "bfloat16"}
+"""What `scale_dtype` may say; if nothing, scales are of the model's dtype."""
+
+
 def _packed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
     """Integers in groups of inputs: signed ones, stored with half of their range added, as their zeros are."""
     each, (outputs, inputs) = PACKED[kind], weight.shape
@@ -120,11 +137,11 @@ def _packed(weight: Weight, args: Mapping[str, Any], kind: str) -> Recipe:
         raise refuse("compressed-tensors", f"{weight.name} of {list(weight.shape)}", why=why)
     if inputs % size:
         raise refuse_groups("compressed-tensors", weight.name, inputs, size)
-    scales = Read(weight.name + "_scale", (outputs, inputs // size))
+    scales = Read(weight.name + "_scale", (outputs, inputs // size), _SCALES.get(str(args.get("scale_dtype"))))
     zeros = groups = None
     if not args.get("symmetric", True):
         zeros = Read(weight.name + "_zero_point", (-(-outputs // each), inputs // size), "int32")
-    if args.get("actorder") in (True, "group", "dynamic"):
+    if args.get("actorder") in ("group", "dynamic"):
         groups = Read(weight.name + "_g_idx", (inputs,), "int32")
     values = Read(weight.name + "_packed", (outputs, inputs // each), "int32")
     half = 1 << 32 // each - 1

@@ -27,7 +27,7 @@ def fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     tile = options.get("weight_block_size", None)
     # Checkpoints without the key are AutoFP8's: one scale a tensor, under another name.
     suffix = "_scale_inv" if "weight_block_size" in options.entries else "_scale"
-    skipped = options.get("modules_to_not_convert", options.get("ignored_layers", None))
+    skipped = options.get("modules_to_not_convert", None)
     beside, is_fp4 = model.config.model_type in _SCALES_BESIDE, options.get("expert_dtype", None) == "fp4"
     is_nvfp4 = listed_experts(model, options)
 
@@ -76,14 +76,14 @@ def fbgemm_fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
 
     skipped = options.get("modules_to_not_convert", None)
     rounding = of_fbgemm(options.entries)
-    return Scheme(
-        "fbgemm_fp8", all_but(model, skipped), recipe, ("*.input_scale_ub",), rounding=lambda weight: rounding
-    )
+    ignored = ("*.input_scale_ub", *_UNUSED_SCALES)
+    scales = (*KV_SCALES, "kv_scale")
+    return Scheme("fbgemm_fp8", all_but(model, skipped), recipe, ignored, scales, rounding=lambda weight: rounding)
 
 
 def mxfp8(model: PreTrainedModel, options: Quantised) -> Scheme:
     """MiniMax's and SGLang's `mxfp8`, which names layers and scales as `fp8` with blocks does."""
-    chosen = all_but(model, options.get("modules_to_not_convert", options.get("ignored_layers", None)))
+    chosen = all_but(model, options.get("modules_to_not_convert", None))
 
     def recipe(weight: Weight) -> Recipe:
         return one_by_one(model, weight, options.method, lambda each: per_group_of_32(each, "_scale_inv"))

@@ -5,37 +5,58 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import translate
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from precast.builder.source.quantised_options import Quantised, refuse
+from precast.builder.source.quantised_options import Quantised, check_layers, is_known_layer, refuse
 from precast.builder.weights.conversions import saved_tensors
 from precast.builder.weights.rounding import of_modelopt
 from precast.builder.weights.schemes.chosen import config_names, is_linear
 from precast.builder.weights.schemes.scheme import KV_SCALES, Scheme, Weight
-from precast.builder.weights.schemes.stored import nvfp4, one_by_one, per_group_of_32, per_tensor, scaled
+from precast.builder.weights.schemes.stored import (
+    expert_layers,
+    nvfp4,
+    of_each,
+    one_by_one,
+    per_group_of_32,
+    per_tensor,
+    same,
+    scaled,
+)
 from precast.ir.graph.schema import Recipe
 
 
-def modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
+def modelopt(
+    model: PreTrainedModel, options: Quantised, is_left_out: Callable[[str], bool] = lambda _: False
+) -> Scheme:
     """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor, MXFP8 and NVFP4; kept as they are: linear layers
-    by pattern. With `quantized_layers`, those alone are quantised, each in its format.
+    by pattern. With `quantized_layers`, those alone are quantised, each in its format. Of stacked experts each linear
+    layer has its own name. `is_left_out` says which names are of layers that are no part of the model.
     """
     kept = options.get("ignore", None) or ()
     names, layers = config_names(model), options.get("quantized_layers", None)
     is_kept = _listed(kept)
-    _check_names(options.method, model, names, kept if layers is None else list(layers))
+    if layers is not None:
+        layers = _read_layers(options.method, model, names, layers, is_left_out)
+    _check_names(options.method, model, names, kept if layers is None else list(layers), is_left_out)
 
-    @functools.cache
-    def algorithm(weight: Weight) -> str | None:
-        found = names(weight.module, weight.stem)
-        if not is_linear(model, weight) or any(map(is_kept, found)):
-            return None
+    def said_of(found: tuple[str, ...]) -> str | None:
         if layers is None:
             return options.get("quant_algo", None)
         return next((layers[part]["quant_algo"] for name in found for part in _outer(name) if part in layers), None)
+
+    @functools.cache
+    def algorithms(weight: Weight) -> list[str | None]:
+        if not is_linear(model, weight):
+            return [None]
+        left = of_each(weight, names, lambda found: any(map(is_kept, found)))
+        return [None if kept else each for kept, each in zip(left, of_each(weight, names, said_of), strict=True)]
+
+    def algorithm(weight: Weight) -> str | None:
+        return same(options.method, weight, algorithms(weight))
 
     def recipe(weight: Weight) -> Recipe:
         stored = algorithm(weight)
@@ -49,7 +70,7 @@ def modelopt(model: PreTrainedModel, options: Quantised) -> Scheme:
 
     ignored = ("*.input_scale", "*.k_scale", "*.v_scale")
     return Scheme(
-        "modelopt", lambda weight: algorithm(weight) is not None, recipe, ignored, KV_SCALES,
+        "modelopt", lambda weight: any(algorithms(weight)), recipe, ignored, KV_SCALES,
         rounding=lambda weight: of_modelopt(algorithm(weight), weight.stem),
     )  # fmt: skip
 
@@ -90,14 +111,37 @@ def _outer(name: str) -> Iterator[str]:
 
 
 def _check_names(
-    method: str, model: PreTrainedModel, names: Callable[..., tuple[str, ...]], patterns: Sequence[str]
-) -> None:
-    """Refuse a list that names layers, and none of this model's: what it says would be passed over."""
+    method: str, model: PreTrainedModel, names: Callable[..., tuple[str, ...]], patterns: Sequence[str],
+    is_left_out: Callable[[str], bool] = lambda _: False,
+) -> None:  # fmt: skip
+    """Refuse a list that names layers, and none of this model's, or of parts that are left out: what it says would be
+    passed over."""
     numbered = [each for each in patterns if re.search(r"\.\d+", each)]
     is_listed = _listed(numbered)
-    modules = (path for path, _ in model.named_modules())
-    if not numbered or any(is_listed(name) for path in modules for name in names(path)):
+    if not numbered or any(is_listed(name) for path in _paths(model) for name in names(path)):
         return
-    stored = (name.removesuffix(".weight") for name in saved_tensors(model, ()))
-    if not any(is_listed(name) for path in stored for name in names(path)):
-        raise refuse(method, f"names of layers that are none of this model ({numbered[0]})")
+    others = [each for each in numbered if not is_left_out(each)]
+    if others:
+        raise refuse(method, f"names of layers that are none of this model ({others[0]})")
+
+
+def _paths(model: PreTrainedModel) -> Iterator[str]:
+    """What layers are called in the module, then in the checkpoint, there also those that stacked experts are stored
+    as."""
+    yield from (path for path, _ in model.named_modules())
+    for name, tensor in saved_tensors(model, ()).items():
+        yield name.removesuffix(".weight")
+        yield from (f"{name.rpartition('.')[0]}.{end}" for end in expert_layers(name, tensor.shape))
+
+
+def _read_layers(
+    method: str, model: PreTrainedModel, names: Callable[..., tuple[str, ...]], layers: Mapping[str, Any],
+    is_left_out: Callable[[str], bool],
+) -> dict[str, Any]:  # fmt: skip
+    """ModelOpt's `quantized_layers` whose format is known. Others are refused, unless they are of a part that is left
+    out, and none of this model's."""
+    unknown = {name: said for name, said in layers.items() if not is_known_layer(said)}
+    if unknown:
+        own = {part for path in _paths(model) for name in names(path) for part in _outer(name)}
+        check_layers(method, {name: said for name, said in unknown.items() if name in own or not is_left_out(name)})
+    return {name: said for name, said in layers.items() if name not in unknown}

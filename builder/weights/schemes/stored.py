@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -80,6 +80,38 @@ def nvfp4(weight: Weight, packed: str, whole: str, stored: tuple[int, ...], *, d
 
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """What transformers stacks, and the linear layers of an expert that quantisers store instead."""
+
+
+T = TypeVar("T")
+
+
+def expert_layers(name: str, shape: Sequence[int]) -> list[str]:
+    """The linear layers that quantisers store in place of stacked experts, as `0.gate_proj` and so on, by the name and
+    the shape of what transformers stacks; none of anything else."""
+    if len(shape) != 3:
+        return []
+    return [f"{i}.{part}" for i in range(shape[0]) for part in _EXPERT_PARTS.get(name.rpartition(".")[2], ())]
+
+
+def of_each(weight: Weight, names: Callable[..., tuple[str, ...]], said_of: Callable[[tuple[str, ...]], T]) -> list[T]:
+    """What a config says of a weight, in a list; of stacked experts what it says of each linear layer by its `names`,
+    or if that is nothing of all of them, what it says of the stack."""
+    ends, stem = expert_layers(weight.name, weight.shape), weight.name.rpartition(".")[0]
+    found = [said_of(names(f"{weight.module}.{end}", f"{stem}.{end}")) for end in ends]
+    return found if any(found) else [said_of(names(weight.module, weight.stem))] * max(1, len(ends))
+
+
+def same(method: str, weight: Weight, found: Sequence[T]) -> T:
+    """What a config says of all layers of a weight, one by one; refused where it says different things of a stack."""
+    others = [place for place, each in enumerate(found) if each != found[0]]
+    if others:
+        ends, stem = expert_layers(weight.name, weight.shape), weight.name.rpartition(".")[0]
+        why = (
+            f"{len(others)} of the {len(found)} layers of {weight.name}, such as {stem}.{ends[others[0]]}, "
+            f"are not quantised as {stem}.{ends[0]} is, expected all in one format, or none"
+        )
+        raise refuse(method, "experts of a stack that are quantised in different ways", why=why)
+    return found[0]
 
 
 def one_by_one(model: PreTrainedModel, weight: Weight, method: str, recipe: Callable[[Weight], Recipe]) -> Recipe:

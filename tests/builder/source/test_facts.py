@@ -469,6 +469,7 @@ def test_files_that_contradict_the_config(
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
             r"quantised with other formats of layers in hf_quant_config.json \(such as of a\) than in config.json",
         ),
+        ({"ignore": []}, {}, r"but for other layers in hf_quant_config.json \(such as lm_head\) than in config.json"),
         ({"exclude_modules": []}, {}, r"ignore = \['lm_head'\] and exclude_modules = \[\]: both are names of one"),
     ],
 )  # fmt: skip
@@ -543,6 +544,7 @@ FLOAT8_KEYS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": 
         ({"kv_cache_scheme": FLOAT8_KEYS | {"type": "int"}}, None, "kv_cache_scheme is {'num_bits': 8, 'type': 'int'"),
         ({"kv_cache_scheme": FLOAT8_KEYS | {"dynamic": True}}, None, "which is not known: keys and values keep"),
         ({"kv_cache_scheme": FLOAT8_KEYS | {"strategy": "attn_head"}}, None, "which is not known"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, None, "kv_cache_scheme is {'num_bits': 8}, which is not known"),
         ({"kv_cache_scheme": "static"}, None, "kv_cache_scheme is 'static'"),
     ],
 )
@@ -571,6 +573,20 @@ def test_modelopts_file_says_of_keys_and_values_what_the_config_does_not(
     ).facts
 
     assert facts.kv_dtype == dtype
+    assert facts.quantisation is not None
+    assert facts.quantisation["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("said", [{}, {"ignore": None}, {"exclude_modules": None}])
+def test_modelopts_file_lists_the_layers_that_stay_where_the_config_does_not(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    entries = {"quant_method": "modelopt", "quant_algo": "FP8", **said}
+
+    facts = opened(
+        tmp_path, entries_of("llama", quantization_config=entries), hf_quant_config={"quantization": FLOAT8}
+    ).facts
+
     assert facts.quantisation is not None
     assert facts.quantisation["ignore"] == ["lm_head"]
 

@@ -51,6 +51,16 @@ from precast.ir.graph.schema import Cast
         ({"quant_method": "awq", "group_size": 32, "q_group_size": 64}, "group_size = 32 and q_group_size = 64"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
         ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
+        (
+            {"quant_method": "fp8", "weight_per_tensor": True, "weight_block_size": [128, 128]},
+            r"weight_per_tensor = True and weight_block_size = \[128, 128\]",
+        ),
+        ({"quant_method": "fp8", "weight_per_tensor": False}, "weight_per_tensor = False and weight_block_size = None"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"], "ignored_layers": ["a"]},
+            r"modules_to_not_convert = \['lm_head'\] and ignored_layers = \['a'\]: both are names of one option",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "data_type": "fp4"}, "data_type = 'fp4'"),
         ({"quant_method": "fp8", "rotation": "hadamard"}, "rotation = 'hadamard'"),
         ({**compressed("group"), "format": "float-quantized"}, "config_groups.group_0.weights: num_bits = "),
         ({**compressed("channel", num_bits=4)}, "config_groups.group_0.weights: num_bits = "),
@@ -184,6 +194,40 @@ def test_all_layers_of_an_unknown_format_are_listed() -> None:
         "quantized_layers.lm_head",
     ]  # fmt: skip
     assert told[1].endswith(" (of 30)")
+
+
+def test_values_are_told_as_they_are() -> None:
+    """However much they look like the number of a layer."""
+    told = refused({"quant_method": "gptq", "bits": 4, "tool": "0.5.1", "made": "model.layers.7.mlp"})
+
+    assert told[1].strip().startswith("tool = '0.5.1': this is not known")
+    assert told[2].strip().startswith("made = 'model.layers.*.mlp': this is not known")
+
+
+def test_what_is_nothing_says_nothing() -> None:
+    """What a quantiser writes of options that were not used, and of how it was called."""
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    made = {"adapter": None, "data_type": "int", "iters": 200, "nsamples": 128, "seqlen": 2048,
+            "low_gpu_mem_usage": True, "autoround_version": "0.5.1"}  # fmt: skip
+
+    assert recipes_of(said | made) == recipes_of(said)
+
+
+@pytest.mark.parametrize("first", [None, []])
+@pytest.mark.parametrize("method", ["fp8", "mxfp8"])
+def test_an_empty_list_does_not_hide_the_other_one(method: str, first: list[str] | None) -> None:
+    said = {"quant_method": method, "ignored_layers": ["model.layers.0"]}
+
+    found = recipes_of(said | {"modules_to_not_convert": first})
+
+    assert found == recipes_of(said)
+    assert isinstance(found["model.layers.0.mlp.down_proj.weight"], Cast)
+
+
+def recipes_of(entries: dict[str, Any]) -> dict[str, Any]:
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config_of("llama"))
+    return dict(ModelCheckpoint(meta, entries).recipes(meta.state_dict()))
 
 
 def test_all_weights_that_groups_do_not_divide_are_listed() -> None:

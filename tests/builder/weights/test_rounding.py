@@ -33,6 +33,8 @@ def static(name: str, shape: tuple[int, ...] = ()) -> Rounding:
         ({"weight_block_size": None, "activation_scheme": "static"}, static("l.q.activation_scale")),
         ({"weight_block_size": [128, 128], "activation_scheme": "static"}, static("l.q.activation_scale")),
         ({"activation_scheme": "static", "scale_fmt": "ue8m0"}, static("l.q.input_scale")),
+        ({"weight_block_size": [128, 128], "act_per_tensor": False}, GROUPS),
+        ({"activation_scheme": "static", "act_per_tensor": True}, static("l.q.input_scale")),
     ],
 )
 def test_fp8(entries: dict[str, Any], expected: Rounding) -> None:
@@ -45,6 +47,8 @@ def test_fp8(entries: dict[str, Any], expected: Rounding) -> None:
         ({"weight_block_size": [128, 64]}, "groups of 64 inputs have a scale each: known are groups of 128"),
         ({"activation_scheme": "sometimes"}, "activation_scheme is sometimes, which is not known"),
         ({"activation_scheme": None}, "activation_scheme is None, which is not known"),
+        ({"act_per_tensor": True}, "act_per_tensor is True and activation_scheme is dynamic: not made"),
+        ({"act_per_tensor": False, "activation_scheme": "static"}, "act_per_tensor is False and .* static: not made"),
         ({"weight_block_size": [32, 32], "scale_fmt": "ue8m0"}, "groups of 32 inputs have a scale each: known are"),
         ({"weight_block_size": None, "scale_fmt": "ue8m0"}, "scale_fmt is ue8m0: scales of tokens .* powers of two"),
     ],

@@ -80,6 +80,15 @@ def test_packed_integers(
     check(config, groups("pack-quantized", weights), projections(stored), tmp_path)
 
 
+def test_packed_integers_with_scales_of_a_dtype_of_their_own(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "scale_dtype": "torch.float32"}
+
+    def stored(name: str, tensor: torch.Tensor) -> Stored:
+        return quantised.integers(name, tensor, 4, 16, zeros=False, order=False, packed=True, scales=torch.float32)
+
+    check(config_of("llama"), groups("pack-quantized", weights), projections(stored), tmp_path, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("size", [None, 16])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_integers_of_eight_bits(size: int | None, zeros: bool, tmp_path: Path) -> None:

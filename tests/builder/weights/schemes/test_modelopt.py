@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quantised
@@ -10,6 +11,13 @@ import torch
 from published_configs import MODELOPT
 from quantised import Stored
 from stored_weights import check, config_of, linear
+from transformers import AutoConfig
+
+from precast.builder.capture.factory import make_module, make_whole
+from precast.builder.source.shrink import shrink
+from precast.builder.weights.recipes import ModelCheckpoint
+from precast.ir.errors import BuildError
+from precast.ir.weights.recipes import leaves
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -46,3 +54,70 @@ def test_modelopts_mixed_precision(tmp_path: Path) -> None:
         return quantised.float8(name, tensor, None, "_scale", ()) if "q_proj" in name else None
 
     check(config_of("qwen3_moe", num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
+
+
+DOWN = "model.language_model.layers.0.mlp.down_proj"
+IN_BLOCKS = {"quant_algo": "FP8_PB_WO", "group_size": 128}
+"""A format that is not known."""
+
+
+def recipes_of(model_type: str, **entries: Any) -> dict[str, Any]:
+    """The recipes of a model, or of the decoder of one, whose layers ModelOpt lists."""
+    config = shrink(AutoConfig.for_model(model_type))
+    meta = make_module(config, "float32")
+    checkpoint = ModelCheckpoint(meta, {"quant_method": "modelopt", **entries}, make_whole(config, meta))
+    return checkpoint.recipes(meta.state_dict())
+
+
+def scales(recipes: dict[str, Any]) -> list[str]:
+    """The tensors of scales that these read."""
+    read = [leaf.tensor for recipe in recipes.values() for leaf in leaves(recipe)]
+    return [tensor for tensor in read if tensor.endswith("_scale")]
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp.layers.0.mlp.experts", "model.visual.blocks.0.attn.qkv", "model.visual.blocks.0"]
+)
+def test_layers_that_are_not_read_may_have_any_format(name: str) -> None:
+    """Of drafts, and of what sees images."""
+    layers = {DOWN: {"quant_algo": "FP8"}, name: IN_BLOCKS}
+    groups = {said["quant_algo"]: {"quant_algo": said["quant_algo"], "targets": [at]} for at, said in layers.items()}
+
+    made = recipes_of("qwen3_5", quant_algo="MIXED_PRECISION", quantized_layers=layers, config_groups=groups)
+
+    assert scales(made) == ["model.layers.0.mlp.down_proj.weight_scale"]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"mtp.layers.0.mlp.up_proj": {"quant_algo": "FP8"}}},
+        {"quant_algo": "FP8", "ignore": ["mtp.layers.0*"]},
+    ],
+    ids=["layers", "ignore"],
+)
+def test_a_list_that_names_layers_that_are_not_read_alone(entries: dict[str, Any]) -> None:
+    assert bool(scales(recipes_of("qwen3_5", **entries))) == (entries["quant_algo"] == "FP8")
+
+
+@pytest.mark.parametrize(
+    "name", [DOWN, "model.layers.0.mlp", "lm_head", "model.language_model.layers.99.mlp", "mpt.layers.0"]
+)
+def test_layers_of_the_model_and_names_of_none_must_have_a_known_format(name: str) -> None:
+    layers = {"model.layers.1.mlp.down_proj": {"quant_algo": "FP8"}, "mtp.layers.0": IN_BLOCKS, name: IN_BLOCKS}
+
+    with pytest.raises(BuildError, match=rf"with quantized_layers\.{name} = .*FP8_PB_WO.*a known quant_algo"):
+        recipes_of("qwen3_5", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+
+
+def test_a_layer_of_the_model_that_others_of_its_type_leave_out() -> None:
+    """GLM-4.5's class leaves out layers 46 and 92, which are drafts in one size each; in the other, 46 is a layer."""
+    config = config_of("glm4_moe", num_hidden_layers=48, first_k_dense_replace=48)
+    layers = {"model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}, "model.layers.92.mlp.experts": IN_BLOCKS}
+    entries = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    meta = make_module(config, "float32")
+
+    ModelCheckpoint(meta, entries)
+    layers["model.layers.46.mlp.down_proj"] = IN_BLOCKS
+    with pytest.raises(BuildError, match=r"quantized_layers\.model\.layers\.46\.mlp\.down_proj = "):
+        ModelCheckpoint(meta, entries)
