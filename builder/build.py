@@ -42,7 +42,7 @@ from precast.builder.source.source import Source, open_source
 from precast.builder.source.tp_plan import tp_plan
 from precast.ir.artifact import Bundle, check_output
 from precast.ir.bundle.trust import MadeHere, folder_of_layers
-from precast.ir.errors import BuildError
+from precast.ir.errors import BuildError, some
 from precast.ir.memory.capture import capture_plan
 from precast.kernels.registry import register
 
@@ -147,8 +147,9 @@ def build(
     refuse_unknown_ops(captured.graph)
     refuse_mixed_tokens(captured.graph, captured.ctx)
     lowered = lower(captured.graph, captured.ctx)
-    late = pipeline.with_roundings(late, captured.ctx.roundings)
+    late = pipeline.with_weights(late, captured.ctx)
     graph, history = pipeline.run_lowered(lowered, late, history=history, dump=dump_dir)
+    _check_quantised(graph, left, options)
     graph = _planned(graph)
     if gpus:
         say("kernels")
@@ -281,6 +282,17 @@ def _check_quantise(
     if KEEP_QUANTISED.name in disabled_passes:
         message = f"quantise={quantise!r}, and the pass {KEEP_QUANTISED.name} is left out, which it is for"
         raise BuildError("option-invalid", message, fix="leave out one of quantise and the disabled pass")
+
+
+def _check_quantised(graph: Graph, left: Sequence[Dequantised | Unrounded], options: Options) -> None:
+    """Raises BuildError where weights were to be quantised, and none is."""
+    if options.quantise is None or any(param.type.dtype == "float8_e4m3fn" for param in graph.params):
+        return
+    named = _left_out(left, options).get("not quantised")
+    reasons = named if isinstance(named, dict) else {}
+    lines = [f"{', '.join(some(names))}: {reason}" for reason, names in reasons.items()]
+    message = "\n  ".join([f"quantise={options.quantise!r}, but no weight of this model can be quantised", *lines])
+    raise BuildError("feature-unsupported", message, fix="leave quantise out")
 
 
 def _left_out(left: Sequence[Dequantised | Unrounded], options: Options) -> dict[str, object]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from precast.builder.graph.context import FxGraph, PassContext
 from precast.builder.graph.nodes import eliminate_dead_code, op_counts
-from precast.builder.graph.rounding import Roundings
 from precast.builder.passes.cache.fuse_rotary_write import fuse_rotary_write
 from precast.builder.passes.cache.insert_caches import insert_caches, insert_states
 from precast.builder.passes.graph_pass import STAGES, Invariant, LoweredPass, Pass
@@ -129,9 +128,10 @@ def lowered_passes(
     return tuple(_told(each, told.get(each.name, {})) for each in LOWERED_PASSES if each.name not in disabled)
 
 
-def with_roundings(passes: tuple[LoweredPass, ...], roundings: Roundings) -> tuple[LoweredPass, ...]:
-    """The passes of which `keep_quantised` minds these, which are known once a model is captured."""
-    return tuple(_told(each, {"roundings": roundings} if each.name == KEEP_QUANTISED.name else {}) for each in passes)
+def with_weights(passes: tuple[LoweredPass, ...], ctx: PassContext) -> tuple[LoweredPass, ...]:
+    """The passes of which `keep_quantised` minds what is known of weights once a model is captured."""
+    told = {"roundings": ctx.roundings, "wide": ctx.wide}
+    return tuple(_told(each, told if each.name == KEEP_QUANTISED.name else {}) for each in passes)
 
 
 def _told(each: LoweredPass, given: dict[str, Any]) -> LoweredPass:

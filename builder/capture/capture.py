@@ -16,6 +16,7 @@ from precast.builder.graph.context import ConstantInfo, FxGraph, FxNode, Options
 from precast.builder.graph.evaluate import NotComputable, evaluate, example_inputs
 from precast.builder.graph.nodes import eliminate_dead_code, placeholder
 from precast.builder.source.source import Source
+from precast.builder.weights.at_load import reasons
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
 from precast.ir.graph.schema import Recipe, Tie
@@ -51,6 +52,7 @@ def capture(source: Source, options: Options) -> Captured:
         fake_mode=placeholder(exported.graph, "input_ids").meta["val"].fake_mode,
         scales=stored.scales(),
         roundings=stored.roundings() if options.activations == "published" and not options.dequantise else {},
+        wide={} if options.quantise is None else reasons(module, recipes),
     )
     _drop_paddings(exported.graph, ctx, int(source.config.get_text_config().vocab_size))
     _share_constants(exported.graph, ctx)

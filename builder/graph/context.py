@@ -117,6 +117,9 @@ class PassContext:
     """What a quantised checkpoint calls the scales of keys and values, by the path of the attention layer."""
     roundings: Roundings = dataclasses.field(default_factory=dict)
     """How inputs are rounded, of layers whose weights a checkpoint stores in few bits."""
+    wide: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why weights that are none of few bits were not chosen to be quantised, by the tensors that they are made of;
+    empty where none is quantised while it is read."""
 
     # --- reading ---------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class StoredGraph(Wire, frozen=True):
     caches: CachePlan
     scales: dict[str, KvScales]
     roundings: dict[str, Rounding]
+    wide: dict[str, str]
 
 
 def store(graph: FxGraph, ctx: PassContext) -> StoredGraph | None:
@@ -89,6 +90,7 @@ def store(graph: FxGraph, ctx: PassContext) -> StoredGraph | None:
         caches=ctx.caches,
         scales=dict(ctx.scales),
         roundings=dict(ctx.roundings),
+        wide=dict(ctx.wide),
     )
 
 
@@ -169,6 +171,7 @@ class _Loader:
             fake_mode=self.mode,
             scales=stored.scales,
             roundings=stored.roundings,
+            wide=stored.wide,
         )
         self.nodes: dict[str, FxNode] = {}
         self.fakes: dict[bytes, torch.Tensor] = {}

@@ -6,10 +6,14 @@ no op computes with in 8 bits is read as it is stored after all (`exact`).
 
 from __future__ import annotations
 
-import msgspec
-from transformers import PreTrainedModel
+from collections.abc import Mapping
 
-from precast.builder.weights.schemes.chosen import unskipped
+import msgspec
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from precast.builder.weights.schemes.chosen import all_but, is_linear, kept_by
 from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.graph.schema import Concat, Dequantise, Quantise, Read, Recipe, Stack
 from precast.ir.weights import recipes
@@ -23,16 +27,54 @@ _ROUTERS = frozenset(("gate", "router", "shared_expert_gate"))
 
 def scheme(model: PreTrainedModel) -> Scheme:
     """All linear layers but the head and routers, and experts; not embeddings, norms, convolutions or recurrences."""
-    chosen = unskipped(model)
+    chosen = all_but(model, None, is_meant=_is_multiplied)
 
     def holds(weight: Weight) -> bool:
-        return chosen(weight) and _ROUTERS.isdisjoint(weight.module.split("."))
+        return chosen(weight) and not _is_router(weight.module)
 
     def recipe(weight: Weight) -> Recipe:
         stored = Read(weight.name, weight.shape)
         return Dequantise(Quantise(stored, "values", BLOCK), Quantise(stored, "scales", BLOCK), "fp8", BLOCK)
 
     return Scheme("fp8 while it is loaded", holds, recipe, ())
+
+
+def reasons(model: PreTrainedModel, recipes_of: Mapping[str, Recipe]) -> dict[str, str]:
+    """Why the scheme leaves weights as they are, by the tensors that these entries of the state dict are made of.
+
+    Those that it quantises have an entry, too, which means nothing.
+    """
+    in_float32 = kept_by(list(model._keep_in_fp32_modules or ()))
+    found: dict[str, str] = {}
+    for name, recipe in recipes_of.items():
+        module = name.rpartition(".")[0]
+        part = model.get_submodule(module)
+        if _is_router(module):
+            reason = "experts are chosen or weighed with it"
+        elif in_float32(module):
+            reason = "transformers keeps it in float32"
+        elif part is model.get_output_embeddings() or isinstance(part, torch.nn.Embedding):
+            reason = "logits are made with it"
+        elif isinstance(part, torch.nn.Linear):
+            reason = "transformers leaves it out of what it quantises"
+        else:
+            reason = f"{type(part).__name__} is none of the linear layers and experts that are known"
+        found |= {read.tensor: reason for read in recipes.each_leaf(recipe)}
+    return found
+
+
+def _is_multiplied(model: PreTrainedModel, weight: Weight) -> bool:
+    """Whether the weight is that of a linear layer, also of GPT-2's, which stores it transposed, or of experts, also
+    of those that are stacked in a module for each of their products (JetMoE)."""
+    if is_linear(model, weight):
+        return True
+    leaf, part = weight.param.rpartition(".")[2], model.get_submodule(weight.module)
+    is_stack = "Experts" in type(part).__name__ and len(weight.shape) == 3
+    return leaf == "weight" and (is_stack or isinstance(part, Conv1D))
+
+
+def _is_router(module: str) -> bool:
+    return not _ROUTERS.isdisjoint(module.split("."))
 
 
 def exact(recipe: Recipe) -> Recipe:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from quantised import part_of_fp8
 from reference import hf_logits, relative_error
+from transformers import GPT2PreTrainedModel
 
 import precast
 from precast.builder.source.shrink import random_model
@@ -27,6 +28,7 @@ PROMPT = [5, 9, 70, 33, 12, 88]
 BLOCK = (128, 128)
 WIDE = {"hidden_size": 192, "intermediate_size": 320}
 """Sizes that end within a block."""
+GPT2_LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[int, ...]]] = {
     # model: (family, changes of its config, ends of the weights that are rounded, numbers of ranks)
     "llama": ("llama", WIDE, ("_proj.weight",), (2,)),
@@ -35,6 +37,10 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[int, ...]]] =
     "stacked experts": ("gpt_oss", {}, ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight",
                                         "experts.gate_up_proj", "experts.down_proj"), (2,)),
     "latents": ("deepseek_v3", {}, ("_proj.weight", "_mqa.weight"), (2,)),
+    "stored transposed": ("gpt2", {"n_embd": 192, "n_inner": 320}, ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+                          (2,)),
+    "a stack for each product": ("jetmoe", {}, ("mlp.input_linear.weight", "mlp.output_linear.weight",
+                                                "kv_proj.weight"), (2,)),
 }  # fmt: skip
 
 
@@ -106,6 +112,60 @@ def test_a_weight_that_no_op_takes_in_8_bits_is_read_as_it_is(tmp_path: Path) ->
     assert "precast.paged_latent_attention takes it" in bundle.provenance["not quantised"]
 
 
+HEAD = {"logits are made with it": ["lm_head.weight"]}
+NAMED = {
+    "llama": HEAD,
+    "llama-tied-bias": {"logits are made with it": ["model.embed_tokens.weight"]},
+    "mamba2": HEAD,
+    "qwen2_moe": HEAD | {
+        "experts are chosen or weighed with it": ["model.layers.*.mlp.gate.weight",
+                                                  "model.layers.*.mlp.shared_expert_gate.weight"],
+    },
+    "dbrx": HEAD | {
+        "experts are chosen or weighed with it": ["transformer.blocks.*.ffn.router.layer.weight"],
+        "DbrxExpertGLU is none of the linear layers and experts that are known": [
+            "transformer.blocks.*.ffn.experts.mlp.w1_v1.reshaped_5_28_48.joined_1",
+            "transformer.blocks.*.ffn.experts.mlp.w2.reshaped_5_28_48.transposed_1_2",
+        ],
+    },
+    "jetmoe": HEAD | {
+        "experts are chosen or weighed with it": ["model.layers.*.mlp.router.layer.weight",
+                                                  "model.layers.*.self_attention.experts.router.layer.weight"],
+        "precast.grouped_linear takes it": ["model.layers.*.self_attention.experts.input_linear.weight",
+                                            "model.layers.*.self_attention.experts.output_linear.weight"],
+    },
+    "glm_moe_dsa": HEAD | {
+        "experts are chosen or weighed with it": ["model.layers.*.mlp.gate.weight"],
+        "precast.paged_sparse_latent_attention takes it": ["model.layers.*.self_attn.kv_b_proj.weight"],
+        "transformers keeps it in float32": ["model.layers.*.self_attn.indexer.weights_proj.weight"],
+    },
+}  # fmt: skip
+"""By families, the weights of products that stay as they are, by the reason: not what else has two dimensions, such as
+embeddings, convolutions and recurrences."""
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_all_other_weights_of_products_are_named(family: str, tmp_path: Path) -> None:
+    bundle = precast.build(families.make_config(family), tmp_path / "b", dtype="float32", quantise="fp8")
+
+    found = bundle.provenance["not quantised"]
+    assert {reason: sorted(names) for reason, names in found.items()} == NAMED[family]
+
+
+def test_a_build_that_would_quantise_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPT2PreTrainedModel, "_keep_in_fp32_modules", ["c_attn", "c_proj", "c_fc"])
+
+    with pytest.raises(BuildError) as error:
+        precast.build(families.make_config("gpt2"), tmp_path / "b", dtype="float32", quantise="fp8")
+
+    assert error.value.code == "feature-unsupported"
+    assert error.value.message.startswith("quantise='fp8', but no weight of this model can be quantised\n  ")
+    names = ", ".join(f"transformer.h.*.{name}.weight.transposed" for name in GPT2_LAYERS)
+    assert f"\n  {names}: transformers keeps it in float32" in error.value.message
+    assert error.value.fix == "leave quantise out"
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("quantise", ["int4", "fp8_e5m2", "", 8])
 def test_formats_that_are_not_known(quantise: Any, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=re.escape(f"quantise={quantise!r}: this is not known, expected fp8")) as error:
@@ -142,6 +202,8 @@ def test_snapshots_tell_them_apart(tmp_path: Path) -> None:
 
     assert [each.provenance["from_snapshot"] for each in (plain, small, again)] == [False, False, True]
     assert small.digest == again.digest != plain.digest
+    assert small.provenance["not quantised"] == again.provenance["not quantised"] == HEAD
+    assert "not quantised" not in plain.provenance
 
 
 def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from precast.ir.graph.symbols import free_symbols
 from precast.ir.ops import table
 from precast.ir.ops.checks import WORLD
 from precast.ir.ops.op import OpDef
+from precast.ir.weights import recipes
 
 Found = tuple[Kept, Stored, Rounding]
 """A kept weight, its params, and how the input is rounded that it is multiplied with."""
@@ -49,6 +50,15 @@ _WEIGHTS = {"aten.linear.default": ("weight",), "precast.experts": ("up", "down"
 """The ops that have a form for stored weights, and which of their arguments those are."""
 
 
+_PRODUCTS = {
+    **_WEIGHTS,
+    "aten.addmm.default": ("mat1", "mat2"),
+    "aten.matmul.default": ("self", "other"),
+    "precast.grouped_linear": ("weight",),
+    "precast.paged_latent_attention": ("weight",),
+    "precast.paged_sparse_latent_attention": ("weight",),
+}
+"""All ops that multiply with matrices of weights, and which of their arguments those may be."""
 _FORMS = {"aten.linear.default": "precast.quantised_linear", "precast.experts": "precast.quantised_experts"}
 """Those forms."""
 _ROUNDINGS = {"aten.linear.default": "activation", "precast.experts": "rounding"}
@@ -74,6 +84,7 @@ def keep_quantised(
     left: list[Dequantised | Unrounded] | None = None,
     scales: Dtype = "float32",
     roundings: Roundings = MappingProxyType({}),
+    wide: Mapping[str, str] = MappingProxyType({}),
 ) -> Graph:
     """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts likewise, where the recipe of w says that a
     checkpoint stores it in few bits; the stored tensors become params of their own.
@@ -81,11 +92,12 @@ def keep_quantised(
     What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. A weight that was to
     be quantised while it is read, and can't be kept so, is read as it is stored. `scales`: the type of scales that
     formats with groups of inputs are published with. `roundings`: of the inputs of layers; where they are left out,
-    `left` gets the reason, too.
+    `left` gets the reason, too. `wide`: why weights were not chosen to be quantised while they are read, by their
+    tensors; `left` gets those that are multiplied with.
     """
     weights = _Weights(graph, scales, roundings)
     if left is not None:
-        left += [*weights.left(), *weights.unrounded()]
+        left += [*weights.left(), *weights.unrounded(), *_not_chosen(graph, wide)]
     made = weights.rewritten() if weights.kept else graph
     params = tuple(msgspec.structs.replace(param, recipe=exact(param.recipe)) for param in made.params)
     return made if params == made.params else msgspec.structs.replace(made, params=params)
@@ -277,6 +289,40 @@ class _Weights:
                 split = [each for each in split if found[0].shape[0] in types[each].shape]
             params += split or [name]
         return msgspec.structs.replace(row, params=tuple(params))
+
+
+def _not_chosen(graph: Graph, wide: Mapping[str, str]) -> Iterator[Dequantised]:
+    """The matrices of weights that products take, and that nothing was to quantise."""
+    if not wide:
+        return
+    params = {
+        param.name: param
+        for param in graph.params
+        if len(param.type.shape) > 1 and not is_quantised(param.recipe) and not isinstance(param.recipe, Tie)
+    }
+    multiplied = {each.name: _multiplied(each.nodes, [value.name for value in each.params]) for each in graph.blocks}
+    multiplied[""] = _multiplied([step for step in graph.main if isinstance(step, Node)], params)
+    bound = _bound(graph, params)
+    taken = {name for (function, place), names in bound.items() if place in multiplied[function] for name in names}
+    for name, param in params.items():
+        if name in taken:
+            found = {reason: None for read in recipes.each_leaf(param.recipe) if (reason := wide.get(read.tensor))}
+            yield Dequantised(name, "; ".join(found) or "it is of no layer that is known")
+
+
+def _multiplied(nodes: Iterable[Node], weights: Iterable[str]) -> set[str]:
+    """Those of the weights that products take, as they are or changed by ops that take nothing else."""
+    origin = {name: name for name in weights}
+    found = set()
+    for node in nodes:
+        for arg in _PRODUCTS.get(node.op, ()):
+            given = node.args.get(arg)
+            if isinstance(given, Ref) and given.name in origin:
+                found.add(origin[given.name])
+        taken = set(references(node.args))
+        if node.op not in _PRODUCTS and len(taken) == 1 and taken <= origin.keys():
+            origin |= {value.name: origin[next(iter(taken))] for value in node.outputs}
+    return found
 
 
 def _definition(op: str) -> OpDef:

@@ -23,18 +23,19 @@ def is_linear(model: PreTrainedModel, weight: Weight) -> bool:
 
 
 def all_but(
-    model: PreTrainedModel, skipped: list[str] | None, *, default_too: bool = False
-) -> Callable[[Weight], bool]:
+    model: PreTrainedModel, skipped: list[str] | None, *, default_too: bool = False,
+    is_meant: Callable[[PreTrainedModel, Weight], bool] = is_linear,
+) -> Callable[[Weight], bool]:  # fmt: skip
     """All linear layers but those of `skipped`, by transformers' rules; None: all but the head.
 
-    A name may be the module's or the checkpoint's.
+    A name may be the module's or the checkpoint's. `is_meant` says which weights are those of linear layers.
     """
     in_float32 = list(model._keep_in_fp32_modules or ())
     patterns = HfQuantizer.get_modules_to_not_convert(model, skipped, in_float32, add_default_skips=default_too)
     is_kept = kept_by(patterns)
 
     def holds(weight: Weight) -> bool:
-        return is_linear(model, weight) and not is_kept(weight.module) and not is_kept(weight.stem)
+        return is_meant(model, weight) and not is_kept(weight.module) and not is_kept(weight.stem)
 
     return holds
 
@@ -80,11 +81,6 @@ def _by_length(names: Iterable[str]) -> dict[int, set[str]]:
     for name in names:
         found.setdefault(len(name), set()).add(name)
     return found
-
-
-def unskipped(model: PreTrainedModel) -> Callable[[Weight], bool]:
-    """All linear layers but the head and those that transformers keeps in float32, and experts."""
-    return all_but(model, None)
 
 
 def config_names(model: PreTrainedModel) -> Callable[..., tuple[str, ...]]:
