@@ -1,10 +1,10 @@
 """On a GPU: what a step of few sequences takes with some of its kernels left out, down to its products alone.
 
-Claim: what norms, gates, attention and the time between kernels could still give is the difference; a step can't take
-less than its products. Their results are wrong, and nobody reads them; of experts only one sequence says something, as
-all choose the same ones. Bundles and weights are those of `bench_gpu_served.py`; each figure is of a process of its
-own, by the driver backend, captured. Beside them is how long the bytes of one sequence's step take at the rate at which
-the machine sums 8 GB.
+Claim: what norms, gates, attention and the time between kernels could still give is the difference; with these
+products, and tokens drawn, a step can't take less. Results are wrong, and nobody reads them; of experts only one
+sequence says something, as all choose the same ones. Bundles and weights are those of `bench_gpu_served.py`; each
+figure is of a process of its own, by the driver backend, captured. Beside them is how long the bytes of one sequence's
+step take at the rate at which the machine sums 8 GB.
 
     python benchmarks/bench_gpu_products_alone.py --bundles DIR [--out FILE] [SHAPE ...]
 """

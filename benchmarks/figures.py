@@ -256,8 +256,7 @@ def _products_alone() -> str:
 _ALONE = """
 Steps as they are served on one {gpu}, in ms, with some of their kernels left out
 (`benchmarks/bench_gpu_products_alone.py`): what norms, gates, attention and the time between kernels could still give
-is the difference. What is left of the products alone beside their bytes is theirs: in four bits what operands are made
-with, and of experts that they are known late.
+is the difference. Tokens are drawn in all of them; with products alone inputs are not rounded either.
 
 """
 

@@ -253,8 +253,7 @@ def _patterns(method: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, st
         yield from ((name, pattern.removeprefix("re:")) for name, pattern in listed)
     for pattern in entries.get("dynamic") or () if method == "gptq" else ():
         yield "dynamic", pattern_of(pattern)
-    for name in ("modules_to_not_convert", "ignored_layers"):
-        yield from ((name, pattern) for pattern in entries.get(name) or ())
+    yield from (("modules_to_not_convert", pattern) for pattern in entries.get("modules_to_not_convert") or ())
 
 
 def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:

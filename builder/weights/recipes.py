@@ -65,7 +65,7 @@ class ModelCheckpoint:
         self._whole = whole
         self._beside = tuple(beside)
         self._tied = _tied(model)
-        self._scheme: Scheme | None = None
+        self._scheme: Scheme | None = None  # what a scheme asks of the checkpoint's names, it asks while it is made
         self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation, self._is_left_out)
         self._quantised: dict[str, Weight] = {}
         self._refused: list[BuildError] = []
