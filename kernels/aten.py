@@ -57,6 +57,7 @@ _PRODUCTS = ("aten.linear.default", "aten.addmm.default", "aten.matmul.default")
 
 _OUT_FORMS = {
     "aten.pow.Tensor_Scalar": "Tensor_Scalar_out", "aten.scatter.src": "src_out", "aten.scatter.value": "value_out",
+    "aten.bitwise_xor.Tensor": "Tensor_out", "aten.remainder.Tensor": "Tensor_out",
     "aten.softmax.int": "int_out", "aten.sum.dim_IntList": "IntList_out", "aten.where.self": "self_out",
     **{
         f"aten.{name}.{kind}": f"{kind}_out"

@@ -12,20 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precast.builder.capture.routing import IMPLEMENTATION, current_trace
 from precast.builder.capture.shifts import delayed
-from precast.ir.errors import BuildError
 
 ops = torch.ops.precast
-
-
-def _refuse_beyond(limit: int, selected: str) -> None:
-    """Refuse sequences of more than `limit` tokens: of these, not all blocks of keys are `selected`."""
-    if current_trace().max_seq_len > limit:
-        raise BuildError(
-            "feature-unsupported",
-            f"the model selects {selected} keys for each query, which are not all keys beyond {limit} tokens: precast "
-            "has no attention to selected blocks",
-            fix=f"build with max_seq_len of at most {limit}",
-        )
 
 
 # --- Qwen4-Exp ---------------------------------------------------------------------------------------------------
@@ -35,13 +23,7 @@ def _attention_to_selected_blocks(
     module: Any, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor, past_key_values: Any = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """An indexer, a loop over queries, selects whole blocks of keys; those after the last whole block are always seen.
-
-    While no more blocks are whole than are selected, that is full attention; longer sequences are refused.
-    """
-    indexer = module.indexer
-    limit = (indexer.block_topk + 1) * indexer.compress_ratio - 1
-    _refuse_beyond(limit, f"{indexer.block_topk} blocks of {indexer.compress_ratio}")
+    """An indexer, a loop over queries, selects whole blocks of keys; those after the last are always seen."""
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
     query, gate = module.q_proj(hidden_states).view(*shape[:-1], 2 * module.head_dim).chunk(2, dim=-1)
     query = module.q_norm(query).transpose(1, 2)
@@ -49,10 +31,110 @@ def _attention_to_selected_blocks(
     value = module.v_proj(hidden_states).view(shape).transpose(1, 2)
     query, key = sys.modules[type(module).__module__].apply_rotary_pos_emb(query, key, *position_embeddings)
     y, _ = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](
-        module, query, key, value, attention_mask, scaling=module.scaling, **kwargs
-    )
+        module, query, key, value, attention_mask, scaling=module.scaling,
+        block_indices=_selected_whole_blocks(module.indexer, hidden_states, *position_embeddings), **kwargs,
+    )  # fmt: skip
     y = y.reshape(hidden_states.shape[0], hidden_states.shape[1], -1)
     return module.o_proj(y * torch.sigmoid(gate.reshape(y.shape))), None
+
+
+def _selected_whole_blocks(
+    indexer: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor | None:
+    """The numbers of the blocks that each query selects [1, T, 1, count], by the means of their keys. None: no sequence
+    has more whole blocks than are selected, and attention is full."""
+    trace, size, rate = current_trace(), indexer.index_head_dim, indexer.compress_ratio
+    if trace.max_seq_len // rate <= indexer.block_topk:
+        return None
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    q, k = indexer.index_qk_proj(hidden_states).split([indexer.index_n_heads * size, size], dim=-1)
+    q = indexer.q_layernorm(q.reshape(1, hidden_states.shape[1], -1, size))
+    q = rotate(q, cos=cos, sin=sin, unsqueeze_dim=2)
+    mean, cos, sin = _means_of_blocks(k, cos, sin, rate)
+    means = rotate(indexer.k_layernorm(mean)[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
+    weights = torch.ones_like(q[..., 0], dtype=torch.float32)
+    selected = ops.select_entries(
+        q, means, weights, trace.cu_seqlens, scale=size**-0.5, rate=rate, count=indexer.block_topk
+    )
+    return selected[:, :, None]
+
+
+def _means_of_blocks(
+    k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rate: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean of a block's keys [1, T, D], at its last token, with what turns the first token.
+
+    One convolution has both: its taps are the mean's for keys, and for `cos` and `sin` that of the first token.
+    """
+    if rate == 1:
+        return k, cos, sin
+    half, dtype = cos.shape[-1] // 2, k.dtype  # the other half is the same again
+    x = torch.cat([k, cos[..., :half], sin[..., :half]], dim=-1).float()
+    taps = torch.cat([torch.full((k.shape[-1], rate), 1 / rate), torch.eye(1, rate).expand(2 * half, rate)])
+    x = ops.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="none").to(dtype)
+    mean, cos, sin = x.split([k.shape[-1], half, half], dim=-1)
+    return mean, torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+
+# --- Qwen4-Exp, embeddings of layers -----------------------------------------------------------------------------
+
+
+def _rows_of_ngrams(module: Any, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """The rows of n-grams that end at each token: hashes of it and the tokens before it, up to the last that ends a
+    text, which stands before a sequence's first token too.
+
+    Ids are delayed as float32, which has all that a vocabulary has.
+    """
+    scope, end = sys.modules[type(module).__module__], module.eos_token_id
+    before = _tokens_before(input_ids - end, module.context_len)
+    tokens = [input_ids, *((each + end).to(torch.int64) for each in before)]
+    factors = scope._build_layer_multipliers(
+        module.unigram_vocab_size, module.ngram_size, module.ple_layer_index, module.seed
+    )
+    sizes, firsts = (
+        torch.tensor(numbers).view(-1, module.heads_per_ngram)
+        for numbers in (module.head_vocab_sizes, module.head_offsets)
+    )
+    mixed = tokens[0] * factors[0]
+    found = []
+    for place in range(1, module.ngram_size):
+        mixed = torch.bitwise_xor(mixed, tokens[place] * factors[place])
+        found.append(torch.remainder(mixed[..., None], sizes[place - 1]) + firsts[place - 1])
+    rows = torch.cat(found, dim=-1).clamp(0, module.total_vocab_size - 1)  # they are; now a graph says so
+    return module.ngram_embedding(rows.flatten(1)).view(1, input_ids.shape[1], -1)
+
+
+def _tokens_before(ids: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Of ids [1, T] that are 0 where a text ends, those of the tokens before each, as far as the text goes; then 0."""
+    if count == 0:
+        return []
+    taps = torch.eye(count, count + 1).flip(0)
+    x = ids.to(torch.float32)[..., None].expand(-1, -1, count)
+    found = ops.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="none").unbind(-1)
+    kept = [found[0]]
+    for each in found[1:]:
+        kept.append(torch.where(kept[-1] == 0, torch.zeros_like(each), each))
+    return kept
+
+
+def _embedding_of_a_layer(
+    module: Any, hidden_states: torch.Tensor, input_ids: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """What n-grams say, as far as it fits each stream, and a convolution of it whose taps are some tokens apart."""
+    streams = module.hc_count, module.hidden_size
+    embeddings = module.ple_embedding(input_ids, None)
+    key = module.norm_key(module.key_proj(embeddings)).unflatten(-1, streams)
+    query = module.norm_query(hidden_states).unflatten(-1, streams)
+    fit = (key * query).sum(dim=-1, keepdim=True) / math.sqrt(module.hidden_size)
+    sign = (fit > 0).to(fit.dtype) - (fit < 0).to(fit.dtype)
+    gate = torch.sigmoid(fit.abs().clamp_min(1e-6).sqrt() * sign)
+    value = (gate * module.value_proj(embeddings).unsqueeze(-2)).flatten(-2)
+    conv = module.conv1d
+    apart, weight = conv.dilation[0], conv.weight.transpose(1, 2)  # [C, K, 1]
+    taps = torch.cat([weight, torch.zeros_like(weight).expand(-1, -1, apart - 1)], dim=-1).flatten(1)
+    taps = taps[:, : taps.shape[1] - apart + 1]
+    x = module.norm_conv(value)
+    return value + ops.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="silu")
 
 
 # --- MiniMax M3 --------------------------------------------------------------------------------------------------
@@ -214,6 +296,8 @@ def _joined(found: list[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor)
 ATTENTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "Qwen4ExpTextAttention": ("forward", _attention_to_selected_blocks),
+    "Qwen4ExpTextNGramEmbedding": ("forward", _rows_of_ngrams),
+    "Qwen4ExpTextPLELayer": ("forward", _embedding_of_a_layer),
     "DeepseekV4Attention": ("forward", _attention_over_entries),
     "DeepseekV4HyperConnection": ("forward", _hyper_connection),
     "MiniMaxM3VLIndexer": ("forward", _selected_blocks),

@@ -226,7 +226,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Query `[1, H, T, D]`, key `[1, K, T, D]`, value `[1, K, T, Dv]` -> `[1, T, H, Dv]`.
 
-    Of `MiniMaxM3VLAttention` alone: `block_indices` `[1, T, heads, count]`, the blocks of keys that are attended to.
+    Of the modules in `_BLOCKS` alone: `block_indices` `[1, T, heads, count]`, the blocks of keys that are attended to.
     Of the modules in `_RELATIVE` alone: `position_bias` `[1, H, T, R]`, a number for each query and distance;
     `sinks` `[1, H, T, 1]`, a sink of each query's own.
     """
@@ -253,10 +253,10 @@ def _attention(
         return _sparse_attention(where, query, key, value, indices, scaling, softcap, s_aux, found[0]), None
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if where in _BLOCKS and block_indices is not None:
-        indexer: Any = module.indexer
+        size, tail = _BLOCKS[where]
         return torch.ops.precast.block_sparse_attention(
             *(heads.transpose(1, 2) for heads in (query, key, value)), block_indices, current_trace().cu_seqlens,
-            scale=scale, block_size=indexer.block_size,
+            scale=scale, block_size=getattr(module.indexer, size), tail=tail,
         ), None  # fmt: skip
     if sinks is not None:
         query, key, s_aux = _with_own_sinks(query, key, sinks, scale)
@@ -268,8 +268,9 @@ def _attention(
     return out, None
 
 
-_BLOCKS = {"MiniMaxM3VLAttention"}
-"""Modules whose indexer `attentions` makes select blocks as our op does."""
+_BLOCKS = {"MiniMaxM3VLAttention": ("block_size", False), "Qwen4ExpTextAttention": ("compress_ratio", True)}
+"""Modules whose indexer `attentions` makes select blocks as our ops do: what it calls their size, and whether a query
+sees its tail besides, the keys after its last whole block."""
 _RELATIVE = {"InklingAttention", "Inkling2SlidingAttention", "Inkling2FullAttention"}
 """Modules whose bias `attentions` makes by distance. That of others has a number for each pair of tokens."""
 

@@ -33,7 +33,7 @@ _POINTWISE = (
     "maximum.default", "clamp.default", "neg.default", "abs.default", "relu.default", "exp.default", "expm1.default",
     "log.default", "log1p.default", "rsqrt.default", "sqrt.default", "tanh.default", "sigmoid.default", "cos.default",
     "sin.default", "silu.default", "gelu.default", "softplus.default", "to.dtype", "logical_not.default",
-    "masked_fill.Scalar", "where.self",
+    "masked_fill.Scalar", "where.self", "bitwise_xor.Tensor", "remainder.Tensor",
     *(f"{name}.{kind}" for name in ("eq", "ne", "ge", "gt", "le", "lt") for kind in ("Scalar", "Tensor")),
 )  # fmt: skip
 

@@ -66,6 +66,12 @@ def bitwise_not(args: Args) -> tuple[TensorType, ...]:
     return (args["self"],)
 
 
+def of_integers(args: Args) -> tuple[TensorType, ...]:
+    for name in ("self", "other"):
+        expect_dtype(name, args[name], "uint8", "int8", "int32", "int64")
+    return pointwise(args)
+
+
 def full_like(args: Args) -> tuple[TensorType, ...]:
     expect_dtype("self", args["self"], *INTEGERS, *COMPUTED)
     return (args["self"],)
@@ -129,6 +135,8 @@ ROWS = (
     ),
     row("aten.logical_not.default(Tensor self) -> Tensor", logical_not, EACH),
     row("aten.bitwise_not.default(Tensor self) -> Tensor", bitwise_not, EACH),
+    row("aten.bitwise_xor.Tensor(Tensor self, Tensor other) -> Tensor", of_integers, EACH),
+    row("aten.remainder.Tensor(Tensor self, Tensor other) -> Tensor", of_integers, EACH),
     row("aten.full_like.default(Tensor self, Scalar fill_value) -> Tensor", full_like, EACH),
     row("aten.masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor", masked_fill, EACH, nothing),
     row("aten.where.self(Tensor condition, Tensor self, Tensor other) -> Tensor", where, EACH, nothing),

@@ -211,7 +211,7 @@ ROWS = (
     ),
     row(
         "precast.block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor selected, Tensor cu_seqlens, *,"
-        " float scale, int block_size) -> Tensor",
+        " float scale, int block_size, bool tail=False) -> Tensor",
         block_sparse_attention,
         SEQUENCES,
         work.block_sparse_attention,
@@ -220,7 +220,7 @@ ROWS = (
     row(
         "precast.paged_block_sparse_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor selected,"
         " Tensor cu_seqlens, Tensor kv_lens, Tensor page_indices, Tensor page_indptr, Tensor page_start, *,"
-        " float scale, int block_size, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
+        " float scale, int block_size, Tensor? k_scale=None, Tensor? v_scale=None, bool tail=False) -> Tensor",
         paged_block_sparse_attention,
         SEQUENCES,
         work.block_sparse_attention,

@@ -172,6 +172,18 @@ def _clamped(of: Ranges) -> Range:
     return Range(*map(clamp, of["self"]))
 
 
+def _mixed(of: Ranges) -> Range:
+    """No bit above the highest of both; of a negative number, any."""
+    if min(each.low for each in of.values()) < 0:
+        return _ALL["int64"]
+    return Range(0, (1 << max(each.high for each in of.values()).bit_length()) - 1)
+
+
+def _remainder(of: Ranges) -> Range:
+    """Of the sign of what is divided by, and nearer to 0."""
+    return Range(min(of["other"].low + 1, 0), max(of["other"].high - 1, 0))
+
+
 def _difference(a: Range, b: Range) -> Range:
     return Range(a.low - b.high, a.high - b.low)
 
@@ -181,6 +193,8 @@ _ARITHMETIC: dict[str, Callable[[Ranges], Range]] = {
     "aten.sub.Tensor": lambda of: _difference(of["self"], of["other"]),
     "aten.rsub.Scalar": lambda of: _difference(of["other"], of["self"]),
     "aten.mul.Tensor": _product,
+    "aten.bitwise_xor.Tensor": _mixed,
+    "aten.remainder.Tensor": _remainder,
     "aten.clamp.default": _clamped,
     "aten.full_like.default": lambda of: of["fill_value"],
     "aten.to.dtype": lambda of: of["self"],

@@ -6,7 +6,8 @@
 
 Key j is seen by head h of query i iff j <= i, and block j // block_size is in `selected[i, g(h)]`: H / G neighbouring
 heads share what is selected. i and j are positions in the sequence. An entry of `selected` that is no number of one of
-its blocks is passed over, as is a second one of the same number. A query that sees no key gives zeros.
+its blocks is passed over, as is a second one of the same number. With a `tail` query i sees its last block besides,
+(i + 1) // block_size, unless i ends a block: then it has whole blocks alone. A query that sees no key gives zeros.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from precast.kernels.block_sparse_attention.limits import MAX_SCORES
 from precast.kernels.dtypes import widened
 
 
+class Blocks(NamedTuple):
+    """The size of blocks of keys, and whether a query sees its tail."""
+
+    block_size: int
+    tail: bool
+
+
 class Held(NamedTuple):
     """The keys [L, K, D] and values [L, K, Dv] of a sequence, and the position of the first."""
 
@@ -29,7 +37,7 @@ class Held(NamedTuple):
 
 
 def attend_blocks(
-    q: torch.Tensor, held: Held, selected: torch.Tensor, queries: torch.Tensor, scale: float, block_size: int
+    q: torch.Tensor, held: Held, selected: torch.Tensor, queries: torch.Tensor, scale: float, blocks: Blocks
 ) -> torch.Tensor:
     """One sequence: `q` [Q, H, D] at positions `queries` [Q], `selected` [Q, G, M]; [Q, H, Dv] in q's dtype.
 
@@ -46,20 +54,24 @@ def attend_blocks(
         rows = slice(first, first + step)
         grouped = wide[rows].unflatten(1, (kv_heads, -1))
         scores = torch.einsum("qkgd,lkd->qkgl", grouped, keys).mul_(scale).flatten(1, 2)
-        seen = _seen(selected[rows], queries[rows], held, block_size)
+        seen = _seen(selected[rows], queries[rows], held, blocks)
         hidden = ~seen.repeat_interleave(heads // seen.shape[1], dim=1)
         shares = probabilities(scores.masked_fill_(hidden, float("-inf")), None).unflatten(1, (kv_heads, -1))
         out[rows] = torch.einsum("qkgl,lkd->qkgd", shares, values).flatten(1, 2).to(q.dtype)
     return out
 
 
-def _seen(selected: torch.Tensor, queries: torch.Tensor, held: Held, block_size: int) -> torch.Tensor:
+def _seen(selected: torch.Tensor, queries: torch.Tensor, held: Held, by: Blocks) -> torch.Tensor:
     """Which keys a group of heads of each query sees: [Q, G, L] bool."""
     positions = held.start + torch.arange(len(held.k), device=selected.device)
-    blocks = positions // block_size - held.start // block_size
+    blocks = positions // by.block_size - held.start // by.block_size
     last = int(blocks[-1]) + 1
-    chosen = selected.long() - held.start // block_size
+    chosen = selected.long()
+    if by.tail:
+        tails = ((queries + 1) // by.block_size)[:, None, None]
+        chosen = torch.cat((chosen, tails.expand(-1, chosen.shape[1], 1)), dim=-1)
+    chosen = chosen - held.start // by.block_size
     chosen = torch.where((chosen >= 0) & (chosen < last), chosen, last)
-    kept = torch.zeros((*selected.shape[:2], last + 1), dtype=torch.bool, device=selected.device)
+    kept = torch.zeros((*chosen.shape[:2], last + 1), dtype=torch.bool, device=selected.device)
     kept.scatter_(-1, chosen, True)
     return kept[..., blocks] & (positions <= queries[:, None])[:, None]

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from precast.kernels.block_sparse_attention.attend_blocks import Held, attend_blocks
+from precast.kernels.block_sparse_attention.attend_blocks import Blocks, Held, attend_blocks
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, OpSpec
@@ -25,7 +25,7 @@ def block_sparse_attention(
     selected: torch.Tensor,
     cu_seqlens: torch.Tensor,
     scale: float,
-    block_size: int,
+    blocks: Blocks,
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k` [1, T, K, D], `v` [1, T, K, Dv], `selected` [1, T, G, M] int32, `cu_seqlens` [B + 1] int32;
     [1, T, H, Dv].
@@ -36,7 +36,7 @@ def block_sparse_attention(
     for first, end in pairwise(cu_seqlens.tolist()):
         rows, queries = slice(first, end), torch.arange(end - first, device=q.device)
         held = Held(k[0, rows], v[0, rows], 0)
-        out[0, rows] = attend_blocks(q[0, rows], held, selected[0, rows], queries, scale, block_size)
+        out[0, rows] = attend_blocks(q[0, rows], held, selected[0, rows], queries, scale, blocks)
     return out
 
 

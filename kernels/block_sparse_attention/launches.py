@@ -16,6 +16,8 @@ SELECT_PARTS = 64
 """Such parts, a power of two."""
 ROWS = 64
 """Rows, each a query and a head, for which a loaded key is used, if that is one query's at least."""
+TILE = 64
+"""Keys of small blocks in a tile, at most."""
 ATTEND_PARTS = (16, 8, 2, 1)
 """Parts of what is selected for a token, by the tokens of a step in ranges."""
 JOINED = 8192
@@ -90,6 +92,10 @@ def attend(use: Use) -> tuple[Launch, ...]:
     units, is_wide = max(kv_heads, groups), use.width("q") > 2
     block_d, block_v = (max(16, power_of_two(each)) for each in (size, value))
     most = max(16, (8192 if has_large_memory(use) else 4096) // max(block_d, block_v) // (4 if is_wide else 1))
+    block_size = number(use, "block_size")
+    tail = int(use.constant("tail") is True)
+    are_together = block_size < 16 and block_size == power_of_two(block_size)
+    block_n = min(most, TILE if are_together else max(16, power_of_two(block_size)))
     partial = Pointer("workspace", "float32", 0)
     weights = Pointer("workspace", "float32", mul(_partial_rows(use), 4, value))
     attention = Launch(
@@ -103,7 +109,8 @@ def attend(use: Use) -> tuple[Launch, ...]:
               *(Stride("v_cache", axis) for axis in range(3)), *(Stride("selected", axis) for axis in (1, 2, 3))),
         constants={
             "COUNT": known(use, "selected", 3),
-            "BLOCK_SIZE": number(use, "block_size"),
+            "TAIL": tail,
+            "BLOCK_SIZE": block_size,
             "PAGE_SIZE": known(use, "k_cache", 1),
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -112,10 +119,11 @@ def attend(use: Use) -> tuple[Launch, ...]:
             "SIZE": size,
             "VALUE_SIZE": value,
             "BLOCK_M": max(16, power_of_two(heads // units)),
-            "BLOCK_N": min(most, max(16, power_of_two(number(use, "block_size")))),
+            "BLOCK_N": block_n,
+            "TOGETHER": block_n // block_size if are_together else 1,
             "BLOCK_D": block_d,
             "BLOCK_V": block_v,
-            "BLOCK_C": power_of_two(known(use, "selected", 3)),
+            "BLOCK_C": power_of_two(known(use, "selected", 3) + tail),
             "SCALE": real(use, "scale"),
             "PRECISION": "ieee" if is_wide else "tf32",
             "PDL": overlaps(use),
@@ -154,7 +162,7 @@ def _found(use: Use, parts: int) -> Expr:
 
 def _attend_parts(use: Use) -> Expr:
     """Parts of what is selected for a token, no more than there are blocks in it."""
-    most = known(use, "selected", 3)
+    most = known(use, "selected", 3) + (use.constant("tail") is True)
     return by_slots(use.shape("q")[1], tuple(min(parts, most) for parts in ATTEND_PARTS))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from precast.kernels.attention.attend import Pages, Scales
 from precast.kernels.attention.paged import PAGES_AXES, each_sequence
-from precast.kernels.block_sparse_attention.attend_blocks import Held, attend_blocks
+from precast.kernels.block_sparse_attention.attend_blocks import Blocks, Held, attend_blocks
 from precast.kernels.calls import implements
 from precast.kernels.dtypes import FLOAT
 from precast.kernels.spec import PRODUCT, OpSpec
@@ -26,7 +26,7 @@ def paged_block_sparse_attention(
     selected: torch.Tensor,
     pages: Pages,
     scale: float,
-    block_size: int,
+    blocks: Blocks,
     scales: Scales,
 ) -> torch.Tensor:
     """`q` [1, T, H, D], `k_cache` [P, S, K, D], `v_cache` [P, S, K, Dv], `selected` [1, T, G, M] int32; [1, T, H, Dv].
@@ -42,7 +42,7 @@ def paged_block_sparse_attention(
             unscaled(gathered(cache, held).flatten(0, 1)[: len(keys)], by)
             for cache, by in zip((k_cache, v_cache), scales, strict=True)
         )
-        out[0, rows] = attend_blocks(q[0, rows], Held(k, v, start), selected[0, rows], queries, scale, block_size)
+        out[0, rows] = attend_blocks(q[0, rows], Held(k, v, start), selected[0, rows], queries, scale, blocks)
     return out
 
 

@@ -12,7 +12,14 @@ from precast.ir.graph.schema import Expr
 from precast.ir.graph.symbols import add, floordiv, maximum, minimum, mul
 from precast.kernels.attention.workspace import keys_of
 from precast.kernels.block_sparse_attention import launches
-from precast.kernels.block_sparse_attention.limits import MAX_COUNT, MAX_ROWS, MAX_SCORES, MAX_SIZE
+from precast.kernels.block_sparse_attention.limits import (
+    MAX_COUNT,
+    MAX_ROWS,
+    MAX_SCORED_SIZE,
+    MAX_SCORES,
+    MAX_SELECTED,
+    MAX_SIZE,
+)
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.use import Use, copied, numbers, wide
 
@@ -64,7 +71,7 @@ def _reference(op: str, workspace: Callable[[Use], Expr]) -> Record:
 
 def _few_heads(use: Use) -> bool:
     heads, size = use.number("q", 2) or 0, use.number("q", 3) or 0
-    return bool(use.number("cache", 1)) and 0 < heads <= MAX_ROWS and 0 < size <= MAX_SIZE
+    return bool(use.number("cache", 1)) and 0 < heads <= MAX_ROWS and 0 < size <= MAX_SCORED_SIZE
 
 
 def _known_heads(use: Use) -> bool:
@@ -85,11 +92,13 @@ def _converts(cache: str) -> Condition:
     )
 
 
-_SCORED = Condition(f"at most {MAX_ROWS} heads of at most {MAX_SIZE} elements", _few_heads)
+_SCORED = Condition(f"at most {MAX_ROWS} heads of at most {MAX_SCORED_SIZE} elements", _few_heads)
 _COUNTED = Condition(
     f"at most {MAX_COUNT} blocks", lambda use: isinstance(n := use.constant("count"), int) and n <= MAX_COUNT
 )
-_SELECTED = Condition(f"at most {MAX_COUNT} blocks", lambda use: 0 < (use.number("selected", 3) or 0) <= MAX_COUNT)
+_SELECTED = Condition(
+    f"at most {MAX_SELECTED} blocks", lambda use: 0 < (use.number("selected", 3) or 0) <= MAX_SELECTED
+)
 _HEADS = Condition(
     f"heads of at most {MAX_SIZE} elements, at most {MAX_ROWS} of which share a key head and what is selected",
     _known_heads,

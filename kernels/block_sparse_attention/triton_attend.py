@@ -51,6 +51,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     selected_stride_g,
     selected_stride_m,
     COUNT: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -61,6 +62,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     VALUE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -68,11 +70,13 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, one of UNITS units of its heads, and one of `num_parts` parts of the COUNT entries that are selected.
+    """One token, one of UNITS units of its heads, and one of `num_parts` parts of the COUNT entries that are selected,
+    and with a TAIL of its last block, as one entry more.
 
     With one part its program writes `y` [T, H, Dv]. Else each writes the sums of its weighted values, partial
     [T, H, parts, Dv], and the highest score and the total of its weights, weight [T, H, parts, 2]. A token of padding
-    has no sequence, sees nothing, and gives zeros.
+    has no sequence, sees nothing, and gives zeros. A tile of BLOCK_N keys has a block or a part of one, or TOGETHER
+    whole blocks.
     """
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -100,6 +104,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     selected_ptr += token * selected_stride_t + unit // (UNITS // GROUPS) * selected_stride_g
     c = tl.arange(0, BLOCK_C)
     selected = tl.load(selected_ptr + c * selected_stride_m, mask=c < COUNT, other=-1)
+    if TAIL:
+        selected = tl.where(c == COUNT, end // BLOCK_SIZE, selected)
     factor = SCALE * LOG2_E
     if k_scale_ptr is not None:
         factor = factor * tl.load(k_scale_ptr)
@@ -107,7 +113,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    split = tl.cdiv(COUNT, num_parts)
+    split = tl.cdiv(COUNT + TAIL, num_parts)
     low = part * split
     # Entries after the last one that is a block are none of a part's work.
     is_block = (selected >= 0) & (selected <= (end - 1) // BLOCK_SIZE) & (end > page_start)
@@ -115,14 +121,25 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, BLOCK_N)
     page_indices_ptr += first_page
     steps: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
-    for step in range(low * steps, high * steps):
-        entry = step // steps
-        is_own = c == entry
-        block = tl.max(tl.where(is_own & is_block, selected, -1), 0)
-        is_second = tl.sum(((selected == block) & (c < entry)).to(tl.int32), 0) > 0
-        place = step % steps * BLOCK_N + lane
+    for step in range(0, tl.cdiv(high - low, TOGETHER) * steps):
+        if TOGETHER == 1:
+            entry = low + step // steps
+            block = tl.max(tl.where((c == entry) & is_block, selected, -1), 0)
+            is_second = tl.sum(((selected == block) & (c < entry)).to(tl.int32), 0) > 0
+            block = tl.where(is_second, -1, block)
+            place = step % steps * BLOCK_N + lane
+        else:
+            entry = low + step * TOGETHER + tl.arange(0, TOGETHER)
+            block = tl.load(selected_ptr + entry * selected_stride_m, mask=entry < tl.minimum(high, COUNT), other=-1)
+            if TAIL:
+                block = tl.where((entry == COUNT) & (entry < high), end // BLOCK_SIZE, block)
+            is_earlier = (selected[None, :] == block[:, None]) & (c[None, :] < entry[:, None])
+            is_second = tl.sum(is_earlier.to(tl.int32), 1) > 0
+            block = tl.where(is_second | (block > (end - 1) // BLOCK_SIZE), -1, block)
+            block = tl.reshape(tl.broadcast_to(block[:, None], [TOGETHER, BLOCK_SIZE]), [BLOCK_N])
+            place = lane % BLOCK_SIZE
         key = block * BLOCK_SIZE + place
-        exists = (place < BLOCK_SIZE) & (key >= page_start) & (key < end) & (block >= 0) & (is_second == 0)
+        exists = (place < BLOCK_SIZE) & (key >= page_start) & (key < end) & (block >= 0)
         slot = tl.where(exists, key - page_start, 0)
         page = tl.load(page_indices_ptr + slot // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
         k_slot = k_ptr + page * k_stride_p + slot % PAGE_SIZE * k_stride_s

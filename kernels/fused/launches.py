@@ -220,7 +220,7 @@ class _Written:
 
 
 _COMPARISONS = ("eq", "ne", "ge", "gt", "le", "lt")
-_TWO = ("add", "sub", "mul", "div", "maximum", "minimum", *_COMPARISONS)
+_TWO = ("add", "sub", "mul", "div", "maximum", "minimum", "bitwise_xor", "remainder", *_COMPARISONS)
 
 
 _WIDENED = {"bool": "int32", "float16": "float32", "bfloat16": "float32"}

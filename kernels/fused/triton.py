@@ -179,6 +179,12 @@ def of_two(a, b, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
         result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     elif NAME == "minimum":
         result = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif NAME == "bitwise_xor":
+        result = a ^ b
+    elif NAME == "remainder":
+        rest = a % b
+        # It has the sign of what is divided by, which in Triton it has in the interpreter alone.
+        result = tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
     elif NAME == "eq":
         result = a == b
     elif NAME == "ne":

@@ -187,13 +187,28 @@ def test_sizes_of_minimax(dtype: torch.dtype, cache_dtype: torch.dtype | None, s
     agrees(PAGED_BLOCK_SPARSE_ATTENTION, sample, same)
 
 
-def test_entries_that_are_no_blocks_are_passed_over(same: Same) -> None:
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("block_size", [4, 5])
+def test_entries_that_are_no_blocks_are_passed_over(block_size: int, tail: bool, same: Same) -> None:
     sample = samples.paged_block_sparse_sample(
-        Draw(torch.float32, DEVICE), [(2, 30), (1, 9)], count=8, block_size=4, **TINY
+        Draw(torch.float32, DEVICE), [(2, 30), (1, 9)], count=8, block_size=block_size, tail=tail, **TINY
     )
     entries = torch.tensor([0, 7, 8, 2**31 - 1, -(2**31), 0, 2, 7], dtype=torch.int32, device=DEVICE)
 
     agrees(PAGED_BLOCK_SPARSE_ATTENTION, sample | {"selected": entries.expand(1, 3, 3, 8)}, same)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_sizes_of_qwen(dtype: torch.dtype, block_size: int, same: Same) -> None:
+    """Hundreds of small blocks, and the tail."""
+    sequences = [(1, 90), (3, 70), (1, 1)] if IS_INTERPRETED else [(1, 9000), (70, 3000), (1, 1), (4, 40)]
+    sample = samples.paged_block_sparse_sample(
+        Draw(dtype, DEVICE), sequences, count=9 if IS_INTERPRETED else 512, block_size=block_size, heads=16,
+        kv_heads=2, groups=1, size=256, page_size=16, tail=True,
+    )  # fmt: skip
+
+    agrees(PAGED_BLOCK_SPARSE_ATTENTION, sample, same)
 
 
 def test_results_are_written_into_what_is_given(same: Same) -> None:

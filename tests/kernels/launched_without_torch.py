@@ -36,6 +36,7 @@ X, Y = draw(1, 7, 3, 20), draw(1, 7, 3, 20) + 0.2
 POSITIVE = X.abs() + 0.1
 MASK = X > 0
 COUNTS = torch.arange(14).reshape(2, 7) - 5
+LARGE = COUNTS * 1234567890123456789
 CASES: dict[str, list[dict[str, Any]]] = {
     "add.Tensor": [
         {"self": X, "other": Y}, {"self": X.to(HALF), "other": 1.7}, {"self": COUNTS, "other": 3},
@@ -43,6 +44,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"self": draw(2, 3, 4, 5), "other": draw(4, 1)},
     ],
     "bitwise_not.default": [{"self": MASK}],
+    "bitwise_xor.Tensor": [{"self": COUNTS, "other": 3 * COUNTS[:, :1]}, {"self": COUNTS * 2**40, "other": LARGE}],
     "cat.default": [
         {"tensors": [X, Y[..., :7]], "dim": -1}, {"tensors": [X.to(HALF), Y.to(HALF), X[:, :4].to(HALF)], "dim": 1},
         {"tensors": [COUNTS.t(), COUNTS.t()], "dim": 0}, {"tensors": [draw(5), draw(2)], "dim": 0},
@@ -72,6 +74,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "mean.dim": [{"self": X, "dim": [1], "keepdim": True}, {"self": X.to(HALF), "dim": [-1]}],
     "mul.Tensor": [{"self": X.to(HALF), "other": Y.to(HALF)}, {"self": X.to(HALF), "other": Y}],
     "pow.Tensor_Scalar": [{"self": X, "exponent": 2}],
+    "remainder.Tensor": [
+        {"self": COUNTS, "other": torch.tensor([3])}, {"self": LARGE, "other": COUNTS.abs() + 7},
+        {"self": COUNTS, "other": torch.tensor([[-4], [5]])}, {"self": COUNTS.int(), "other": COUNTS.int() * 2 + 1},
+    ],
     "rsqrt.default": [{"self": POSITIVE}],
     "softmax.int": [
         {"self": X, "dim": -1}, {"self": 9 * draw(1, 5, 4, 4), "dim": 3}, {"self": X.to(HALF), "dim": -1},

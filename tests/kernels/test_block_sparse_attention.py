@@ -189,7 +189,7 @@ def test_of_all_blocks_it_is_attention() -> None:
         Draw(torch.float32, CPU), [(5, 20), (1, 9), (3, 3)], count=5, block_size=4, **SHAPE
     )
     every = torch.arange(5, dtype=torch.int32).expand(1, 9, 3, 5)
-    whole = {name: x for name, x in sample.items() if name not in ("selected", "block_size")} | {"sinks": None}
+    whole = {name: x for name, x in sample.items() if name not in ("selected", "block_size", "tail")} | {"sinks": None}
 
     found = paged_block_sparse_attention(**sample | {"selected": every})
 
@@ -211,6 +211,32 @@ def test_heads_see_what_is_selected_for_their_group_alone() -> None:
         shares = (k[0, kept, head // 2] @ q[0, 8, head] * 0.3).softmax(0)
         torch.testing.assert_close(found[0, 8, head], shares @ v[0, kept, head // 2], rtol=1e-5, atol=1e-5)
     assert not found[0, :8].any()
+
+
+def test_with_a_tail_a_query_sees_what_follows_its_last_whole_block() -> None:
+    """The second token ends a block, and its own block is not selected: it sees the first block's keys alone where
+    that one is selected, here none."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4)
+    selected = torch.tensor([[-1], [-1], [-1], [0], [1], [0]], dtype=torch.int32).view(1, 6, 1, 1)
+    seen = [[0], [], [2], [0, 1], [2, 3, 4], [0, 1]]
+
+    found = block_sparse_attention(q, k, v, selected, bounds(6), scale=0.5, block_size=2, tail=True)
+
+    for token, kept in enumerate(seen):
+        shares = (q[0, token] @ k[0, kept, 0].T * 0.5).softmax(-1)
+        torch.testing.assert_close(found[0, token], shares @ v[0, kept, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_tail_that_is_selected_too_is_seen_once() -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 1, 4), torch.randn(1, 5, 1, 4)
+    selected = torch.tensor([0, 2], dtype=torch.int32).expand(1, 5, 1, 2)
+
+    found = block_sparse_attention(q, k, v, selected, bounds(5), scale=0.5, block_size=2, tail=True)
+
+    expected = block_sparse_attention(q, k, v, selected, bounds(5), scale=0.5, block_size=2)
+    assert torch.equal(found[0, 4], expected[0, 4])
 
 
 def test_what_is_no_block_of_the_query_is_passed_over() -> None:

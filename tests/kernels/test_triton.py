@@ -367,8 +367,14 @@ def block_uses(capability: tuple[int, int], dtype: Dtype, cache: Dtype | None = 
     }  # fmt: skip
     given = {name: Ref(name) for name in taken} | {"scale": Const(0.1), "block_size": Const(128)}
     attend = Node("precast.paged_block_sparse_attention", given, (Value("y", taken["q"]),))
+    wide = TensorType(cache or dtype, ("P", 16, 2, 256))
+    small = types | {
+        "q": TensorType(dtype, (1, "T", 16, 256)), "k_cache": wide, "v_cache": wide,
+        "selected": TensorType("int32", (1, "T", 1, 512)),
+    }  # fmt: skip
+    of_small = Node(attend.op, given | {"block_size": Const(4), "tail": Const(True)}, (Value("y", small["q"]),))
     target = Target("cuda", capability)
-    return [use_of(select, scored, target), use_of(attend, taken, target)]
+    return [use_of(select, scored, target), use_of(attend, taken, target), use_of(of_small, small, target)]
 
 
 @pytest.mark.usefixtures("fresh_compiler")

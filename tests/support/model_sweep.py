@@ -45,9 +45,10 @@ MAX_RANKS = 8
 """Over which a small model is split."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_INDEXER = {
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
-    "indexer_compress_ratio": 2,
+_QWEN4_EXP = {
+    # prompts have more blocks than are selected
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 8,
+    "indexer_compress_ratio": 2, "ple_layer_ids": [1, 3], "eos_token_id": 4,
 }  # fmt: skip
 COMPLETIONS: dict[str, dict[str, Any]] = {
     # transformers' own default config makes no model, or one without what the type is about; checkpoints say these
@@ -75,8 +76,8 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "qwen4_exp": {"text_config": _INDEXER},
-    "qwen4_exp_text": _INDEXER,
+    "qwen4_exp": {"text_config": _QWEN4_EXP},
+    "qwen4_exp_text": _QWEN4_EXP,
 }  # fmt: skip
 
 

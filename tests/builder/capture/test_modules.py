@@ -35,6 +35,7 @@ PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 1
 MULTIPLIERS = [0.5, 1.5, 0.25, 2.0, 0.75]
 
 INKLING = {"rel_extent": 5, "sliding_window_size": 4, "log_scaling_n_floor": 3}
+NGRAMS = {"indexer_budget": 64, "ple_layer_ids": [1, 3], "eos_token_id": 4, "ple_embed_dim": 48}
 WINDOWS = ["sliding_attention"] * 6
 MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     # type, what differs from its small default config, the ops that it must come to
@@ -53,7 +54,10 @@ MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("longcat_flash", {}, {"precast.experts", "precast.route", "precast.latent_attention"}),
     ("longcat_flash", {"zero_expert_num": 0}, {"precast.experts", "precast.route", "precast.latent_attention"}),
     ("longcat_flash", {"n_routed_experts": 0}, {"precast.latent_attention"}),
-    ("qwen4_exp_text", {}, {"precast.attention", "precast.delta_rule", "precast.experts"}),
+    ("qwen4_exp_text", {"indexer_budget": 64}, {"precast.attention", "precast.delta_rule", "precast.experts"}),
+    ("qwen4_exp_text", NGRAMS, {"precast.causal_conv", "precast.embedding", "aten.bitwise_xor.Tensor"}),
+    ("qwen4_exp_text", {**NGRAMS, "ngram_size": 4, "ple_conv_kernel_size": 2}, {"aten.bitwise_xor.Tensor"}),
+    ("qwen4_exp_text", {**NGRAMS, "ngram_size": 2}, {"aten.bitwise_xor.Tensor"}),
     ("inkling_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.experts", "precast.route"}),
     ("inkling2_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.grouped_linear"}),
     ("deepseek_v4", {"layer_types": WINDOWS, "mlp_layer_types": ["moe"] * 6}, {"precast.entry_attention"}),
@@ -170,18 +174,26 @@ LONGEST = max(map(len, PROMPTS))
 SPARSE_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 
 
-def test_selected_blocks_are_all_of_them_up_to_a_length() -> None:
-    config = small("qwen4_exp_text", indexer_budget=LONGEST - 1, indexer_compress_ratio=2)
+@pytest.mark.parametrize(
+    ("budget", "rate", "longest", "selections"),
+    [(12, 2, 13, 0), (12, 2, 14, 1), (6, 3, 64, 1), (8, 4, 64, 1), (3, 1, 64, 1)],
+)
+def test_whole_blocks_are_selected_where_a_sequence_may_have_more(
+    budget: int, rate: int, longest: int, selections: int
+) -> None:
+    # With many heads no two blocks have equal scores, 0 of all heads, of which transformers selects either.
+    config = small("qwen4_exp_text", indexer_budget=budget, indexer_compress_ratio=rate, indexer_n_heads=16)
     model = random_model(config)
     state = revert_weight_conversion(model, {key: value.clone() for key, value in model.state_dict().items()})
     expected = torch.cat(hf_logits(model, PROMPTS))
 
-    found = captured(config, max_seq_len=LONGEST)
+    found = captured(config, max_seq_len=longest)
 
+    targets = [node.target for node in found.graph.nodes]
+    sparse = config.layer_types.count("indexed_attention") * selections
+    assert targets.count(torch.ops.precast.select_entries.default) == sparse
+    assert targets.count(torch.ops.precast.block_sparse_attention.default) == sparse
     assert relative_error(run(found, state), expected) < 1e-5
-    with pytest.raises(BuildError, match=f"not all keys beyond {LONGEST} tokens") as refused:
-        captured(config, max_seq_len=LONGEST + 1)
-    assert f"max_seq_len of at most {LONGEST}" in str(refused.value)
 
 
 @pytest.mark.parametrize(("longest", "selections"), [(LONGEST, 0), (LONGEST + 1, 1)])

@@ -110,7 +110,7 @@ def run(op: str, args: Args, device: str) -> TensorType | None:
 
 def _real(name: str, value: Any, device: str) -> Any:
     if isinstance(value, TensorType):
-        return torch.zeros(value.shape, dtype=DTYPES[value.dtype], device=device)  # type: ignore[arg-type]
+        return torch.ones(value.shape, dtype=DTYPES[value.dtype], device=device)  # type: ignore[arg-type]
     if isinstance(value, tuple):
         return [_real(name, item, device) for item in value]
     return DTYPES[value] if name == "dtype" else value  # type: ignore[index]
@@ -224,6 +224,8 @@ ACCEPTED: list[tuple[str, Args]] = [
     ("aten.softplus.default", {"self": t("bfloat16", "T"), "beta": 2.0, "threshold": 5}),
     ("aten.minimum.default", {"self": t("bool", "T", T1), "other": t("bool", "T", 1)}),
     ("aten.maximum.default", {"self": t("int32", 1, "T"), "other": f32()}),
+    ("aten.bitwise_xor.Tensor", {"self": t("int64", "T", 1), "other": t("int32", 6)}),
+    ("aten.remainder.Tensor", {"self": t("int64", "T", 1), "other": t("int64", 6)}),
     ("aten.clamp.default", {"self": f32("T"), "min": None, "max": 3}),
     *((f"aten.{name}.default", {"self": f32(1, "T", 3)}) for name in UNARY),
     ("aten.mean.dim", {"self": f32(3, "T", 5), "dim": (1,)}),
@@ -313,6 +315,8 @@ REJECTED: list[tuple[str, Args, str]] = [
     ("aten.sub.Tensor", {"self": t("bool", 3), "other": t("bool", 3)}, "expected numbers"),
     ("aten.mul.Tensor", {"self": t("int8", 3), "other": t("uint8", 3)}, "int16"),
     ("aten.rsub.Scalar", {"self": t("bool", 3), "other": 1}, "expected numbers"),
+    ("aten.bitwise_xor.Tensor", {"self": t("int64", 3), "other": t("bool", 3)}, "other: expected dtype"),
+    ("aten.remainder.Tensor", {"self": f32(3), "other": t("int64", 3)}, "self: expected dtype"),
     ("aten.pow.Tensor_Scalar", {"self": t("float8_e4m3fn", 3), "exponent": 2}, "for storage"),
     *((f"aten.{name}.default", {"self": t("bool", 3)}, "numbers") for name in ("neg", "abs", "relu", "floor")),
     *((f"aten.{name}.default", {"self": t("int64", 3)}, "expected dtype") for name in ("silu", "gelu", "softplus")),

@@ -36,6 +36,10 @@ ROWS = [
     ("%r = aten.clamp.default(self=%x, min=5, max=8)", (5, 5)),
     ("%r = aten.full_like.default(self=%x, fill_value=4)", (4, 4)),
     ("%r: int32[1, T] = aten.to.dtype(self=%x, dtype=int32)", (-2, 3)),
+    ("%r = aten.bitwise_xor.Tensor(self=%w, other=%w)", (0, 255)),
+    ("%r = aten.bitwise_xor.Tensor(self=%x, other=%y)", ALL),
+    ("%r = aten.remainder.Tensor(self=%x, other=%y)", (0, 6)),
+    ("%r = aten.remainder.Tensor(self=%y, other=%x)", (-1, 2)),
     # what leaves the type may be anything
     ("%r: int8[1, T, 9] = aten.to.dtype(self=%w, dtype=int8)", INT8),
     ("%r = aten.mul.Tensor(self=%y, other=2305843009213693952)", ALL),
@@ -103,6 +107,7 @@ TORCH = {
     "aten.add.Tensor(self={0}, other={1})": torch.add,
     "aten.sub.Tensor(self={0}, other={1})": torch.sub,
     "aten.mul.Tensor(self={0}, other={1})": torch.mul,
+    "aten.bitwise_xor.Tensor(self={0}, other={1})": torch.bitwise_xor,
     "aten.minimum.default(self={0}, other={1})": torch.minimum,
     "aten.maximum.default(self={0}, other={1})": torch.maximum,
     "aten.rsub.Scalar(self={0}, other=3)": lambda a, b: 3 - a,

@@ -107,7 +107,7 @@ def chosen_blocks(
 
 def block_sparse_attention(draw: Draw) -> Iterator[Sample]:
     def sample(lengths: list[int], heads: int, kv_heads: int, groups: int, size: int, value: int, count: int,
-               block_size: int, padding: int = 0) -> Sample:  # fmt: skip
+               block_size: int, padding: int = 0, *, tail: bool = False) -> Sample:  # fmt: skip
         bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         tokens = bounds[-1] + padding
         sequences = [(length, length) for length in lengths]
@@ -119,9 +119,11 @@ def block_sparse_attention(draw: Draw) -> Iterator[Sample]:
             "cu_seqlens": draw.of(bounds, torch.int32),
             "scale": size**-0.5,
             "block_size": block_size,
+            "tail": tail,
         }
 
     yield sample([5, 1, 9], 4, 2, 2, 16, 16, 2, 3)
+    yield sample([5, 1, 9], 4, 2, 1, 16, 16, 2, 3, 1, tail=True)
     yield sample([5, 0, 17], 6, 3, 1, 10, 14, 4, 1, 3)
     yield sample([33], 4, 1, 4, 24, 7, 1, 8, 1)
     yield sample([2, 3], 2, 2, 2, 8, 8, 9, 4, 2)
@@ -131,7 +133,7 @@ def block_sparse_attention(draw: Draw) -> Iterator[Sample]:
 
 def paged_block_sparse_sample(
     draw: Draw, sequences: list[tuple[int, int]], *, groups: int, count: int, block_size: int, padding: int = 0,
-    **more: Any,
+    tail: bool = False, **more: Any,
 ) -> Sample:  # fmt: skip
     """A call of attention for `sequences`, with blocks selected for it."""
     sample = paged_sample(draw, sequences, padding=padding, **more)
@@ -139,7 +141,7 @@ def paged_block_sparse_sample(
     first = {name: sample.pop(name) for name in ("q", "k_cache", "v_cache")}
     for name in ("sinks", "window"):
         sample.pop(name, None)
-    return {**first, "selected": selected, **sample, "block_size": block_size}
+    return {**first, "selected": selected, **sample, "block_size": block_size, "tail": tail}
 
 
 def paged_block_sparse_attention(draw: Draw) -> Iterator[Sample]:
@@ -153,7 +155,15 @@ def paged_block_sparse_attention(draw: Draw) -> Iterator[Sample]:
     # More selections than key heads, and fewer.
     yield paged_block_sparse_sample(draw, MIXED, count=2, block_size=4, **{**small, "groups": 4})
     yield paged_block_sparse_sample(draw, SHORT, count=2, block_size=4, **{**small, "groups": 1})
+    # With tails, of blocks of which a tile has several, and of others.
+    one: dict[str, int] = {**small, "groups": 1}
+    yield paged_block_sparse_sample(draw, DECODE, count=2, block_size=4, **one, tail=True)
+    yield paged_block_sparse_sample(draw, SHORT, count=3, block_size=2, **one, padding=2, tail=True)
+    yield paged_block_sparse_sample(draw, MIXED, count=3, block_size=5, **one, tail=True)
     # Page lists that begin within a block.
+    yield paged_block_sparse_sample(
+        draw, SHORT, count=4, block_size=4, **small, page_size=2, window=9, cut=True, tail=True
+    )
     yield paged_block_sparse_sample(draw, SHORT, count=4, block_size=7, **small, page_size=2, window=9, cut=True)
     eight: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn}
     yield paged_block_sparse_sample(draw, DECODE, count=2, block_size=4, **large, page_size=3, **eight)
