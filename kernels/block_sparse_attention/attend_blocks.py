@@ -5,9 +5,10 @@
     y[i, h] = sum_seen_j p[i, h, j] * v[j, kv(h)]
 
 Key j is seen by head h of query i iff j <= i, and block j // block_size is in `selected[i, g(h)]`: H / G neighbouring
-heads share what is selected. i and j are positions in the sequence. An entry of `selected` that is no number of one of
-its blocks is passed over, as is a second one of the same number. With a `tail` query i sees its last block besides,
-(i + 1) // block_size, unless i ends a block: then it has whole blocks alone. A query that sees no key gives zeros.
+heads share what is selected. i and j are positions in the sequence. They are selected in ascending order: an entry of
+`selected` that is no number of one of the query's blocks is passed over, as is one that isn't larger than all numbers
+before it. With a `tail` query i sees its last block besides, (i + 1) // block_size, unless i ends a block: then it has
+whole blocks alone. A query that sees no key gives zeros.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from precast.kernels.attention.attend import probabilities
 from precast.kernels.block_sparse_attention.limits import MAX_SCORES
@@ -70,8 +72,10 @@ def _seen(selected: torch.Tensor, queries: torch.Tensor, held: Held, by: Blocks)
     if by.tail:
         tails = ((queries + 1) // by.block_size)[:, None, None]
         chosen = torch.cat((chosen, tails.expand(-1, chosen.shape[1], 1)), dim=-1)
-    chosen = chosen - held.start // by.block_size
-    chosen = torch.where((chosen >= 0) & (chosen < last), chosen, last)
+    chosen = torch.where(chosen <= (queries // by.block_size)[:, None, None], chosen, -1)
+    highest = functional.pad(chosen, (1, 0), value=-1).cummax(dim=-1).values[..., :-1]
+    is_own = (chosen > highest) & (chosen >= held.start // by.block_size)
+    chosen = torch.where(is_own, chosen - held.start // by.block_size, last)
     kept = torch.zeros((*chosen.shape[:2], last + 1), dtype=torch.bool, device=selected.device)
     kept.scatter_(-1, chosen, True)
     return kept[..., blocks] & (positions <= queries[:, None])[:, None]

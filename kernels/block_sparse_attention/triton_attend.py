@@ -20,6 +20,12 @@ from precast.kernels.sparse_attention.triton_attend import sequence_of
 from precast.kernels.triton_chain import wait_for_previous
 
 
+@triton.jit
+def _highest_before(blocks, entries):  # type: ignore[no-untyped-def]
+    """The highest of the blocks of earlier entries, for each of these; -1 before the first."""
+    return tl.max(tl.where(entries[None, :] < entries[:, None], blocks[None, :], -1), 1)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_parts"])
 def attend_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
@@ -120,26 +126,25 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     high = tl.minimum(low + split, tl.max(tl.where(is_block, c + 1, 0), 0))
     lane = tl.arange(0, BLOCK_N)
     page_indices_ptr += first_page
+    latest = tl.max(tl.where((c < low) & is_block, selected, -1), 0)
     steps: tl.constexpr = (BLOCK_SIZE + BLOCK_N - 1) // BLOCK_N
     for step in range(0, tl.cdiv(high - low, TOGETHER) * steps):
         if TOGETHER == 1:
             entry = low + step // steps
             block = tl.max(tl.where((c == entry) & is_block, selected, -1), 0)
-            is_second = tl.sum(((selected == block) & (c < entry)).to(tl.int32), 0) > 0
-            block = tl.where(is_second, -1, block)
+            before = tl.max(tl.where((c < entry) & is_block, selected, -1), 0)
             place = step % steps * BLOCK_N + lane
         else:
-            entry = low + step * TOGETHER + tl.arange(0, TOGETHER)
+            entry = low + step * TOGETHER + lane // BLOCK_SIZE
             block = tl.load(selected_ptr + entry * selected_stride_m, mask=entry < tl.minimum(high, COUNT), other=-1)
             if TAIL:
                 block = tl.where((entry == COUNT) & (entry < high), end // BLOCK_SIZE, block)
-            is_earlier = (selected[None, :] == block[:, None]) & (c[None, :] < entry[:, None])
-            is_second = tl.sum(is_earlier.to(tl.int32), 1) > 0
-            block = tl.where(is_second | (block > (end - 1) // BLOCK_SIZE), -1, block)
-            block = tl.reshape(tl.broadcast_to(block[:, None], [TOGETHER, BLOCK_SIZE]), [BLOCK_N])
+            block = tl.where(block <= (end - 1) // BLOCK_SIZE, block, -1)
+            before = tl.maximum(latest, _highest_before(block, entry))
+            latest = tl.maximum(latest, tl.max(block, 0))
             place = lane % BLOCK_SIZE
         key = block * BLOCK_SIZE + place
-        exists = (place < BLOCK_SIZE) & (key >= page_start) & (key < end) & (block >= 0)
+        exists = (place < BLOCK_SIZE) & (key >= page_start) & (key < end) & (block > before)
         slot = tl.where(exists, key - page_start, 0)
         page = tl.load(page_indices_ptr + slot // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
         k_slot = k_ptr + page * k_stride_p + slot % PAGE_SIZE * k_stride_s
