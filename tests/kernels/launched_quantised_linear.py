@@ -142,7 +142,7 @@ def test_values_are_the_definitions(
     """Those that cuBLASLt multiplies with, of many rows: of all outputs, or of 16 at a time, for as many columns."""
     if in_parts:
         monkeypatch.setattr(launches, "_WHOLE_BYTES", 0)
-        monkeypatch.setattr(launches, "_WHOLE_OUTPUTS", 16)
+        monkeypatch.setattr(launches, "_LEAST_OUTPUTS", 16)
     draw = Draw(dtype, DEVICE)
     inputs, weight = FORMATS[format](draw)
     outputs = weight["weight"].shape[1 if format.startswith("gptq") else 0]

@@ -39,7 +39,8 @@ from precast.ir.memory.liveness import Operand
 from precast.ir.ops.rows_rounded import in_groups
 from precast.ir.ops.rows_tokens import QUANTISED_INPUTS
 from precast.kernels.choices import cases, resolve, workspace
-from precast.kernels.quantised_linear import float8
+from precast.kernels.linear import records as linear
+from precast.kernels.quantised_linear import float8, launches
 from precast.kernels.quantised_linear.quantised_linear import few_bits, quantise_input, quantised_linear
 from precast.kernels.quantised_linear.tiles import ROWS
 from precast.kernels.records import Pointer
@@ -299,6 +300,26 @@ def test_float8_on_both_sides_is_multiplied_by_cublaslt(weight: str, activation:
         "dtype": "bfloat16", "outputs": 10240, "inputs": 4096, "bias": False, "workspace_bytes": 16 << 20,
         "scales": scales,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "parts"),
+    [
+        (4096, 8192, [4096]),  # 64 MiB
+        (28672, 4096, [4096] * 7),
+        (4096, 14336, [2048] * 2),
+        (5120, 16384, [2048, 2048, 1024]),
+        (1024, 65536, [1024]),
+    ],
+)
+def test_values_of_a_large_weight_are_made_in_parts(outputs: int, inputs: int, parts: list[int]) -> None:
+    given = use("packed4", outputs, inputs)
+    made = [launch for launch in launches.dequantised(given) if launch.kernel.endswith("words_kernel")]
+
+    bounds = [[arg for arg in launch.args if type(arg) is int][:2] for launch in made]
+    assert [end - first for first, end in bounds] == parts
+    room = launches.dequantised_workspace(given)
+    assert room - max(parts) * inputs * 2 == linear.workspace_bytes(max(parts))
 
 
 @pytest.mark.parametrize(
