@@ -276,7 +276,24 @@ def attention_page() -> str:
         rows.append((whose, *each_op, *together))
     heads = ("sequences x tokens", "selection, us", "in Triton", "at least", "attention, us", "in Triton", "at least",
              "both, us", "times as long")  # fmt: skip
-    return f"One {_read('gpu_sparse_attention')['machine']['gpu']}.\n\n" + _table(heads, rows)
+    sparse = f"One {_read('gpu_sparse_attention')['machine']['gpu']}.\n\n" + _table(heads, rows)
+    return f"{sparse}\n{_selected_blocks()}"
+
+
+def _selected_blocks() -> str:
+    found = result("gpu_selected_blocks")["rows"]
+    cases: dict[tuple[str, str], list[str]] = {}
+    for name, row in found.items():
+        model, _, case = name.split(", ")
+        seqs, _, tokens = case.partition(" x 1 of ")
+        cases.setdefault((model, f"{seqs} x {int(tokens):,}"), []).extend(
+            f"{row[kind]:,.0f}" for kind in ("us", "floor_us")
+        )
+    heads = ("model", "sequences x tokens", "selection, us", "at least", "attention, us", "at least")
+    gpu = _read("gpu_selected_blocks")["machine"]["gpu"]
+    return f"The same of selected blocks, which the next section is about. One {gpu}.\n\n" + _table(
+        heads, [(*case, *numbers) for case, numbers in cases.items()]
+    )
 
 
 def native_page() -> str:

@@ -170,6 +170,12 @@ def test_keys_that_are_chosen_by_their_bias_are_refused() -> None:
     assert "max_seq_len of at most 48" in str(refused.value)
 
 
+def test_patches_whose_bytes_say_how_long_they_are_are_refused() -> None:
+    with pytest.raises(BuildError, match="what the bytes are decides how long a patch is") as refused:
+        captured(small("blt"))
+    assert refused.value.code == "feature-unsupported"
+
+
 LONGEST = max(map(len, PROMPTS))
 SPARSE_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 
