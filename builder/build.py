@@ -84,11 +84,12 @@ def build(
             (`docs/sharding.md`, A plan of your own). None: as the builder finds.
         dequantise: read weights that the checkpoint stores in few bits as numbers of `dtype`, as if they had been
             stored so, in place of keeping their bytes and computing with those (docs/quantisation.md).
-        activations: `published`: what is multiplied with weights in few bits is rounded as the checkpoint's config says
-            (docs/quantisation.md); `none`: it stays in `dtype`.
-        quantise: `fp8`: weights of linear layers and experts take 8 bits on the device, in blocks of 128 x 128 with a
-            scale each, made of the numbers of a checkpoint that isn't quantised while they are read; embeddings, head,
-            norms, routers and all else stay as they are (docs/quantisation.md).
+        activations: `published`: what is multiplied with weights in few bits is rounded as the checkpoint's config
+            says, or as `quantise` does (docs/quantisation.md); `none`: it stays in `dtype`.
+        quantise: weights of linear layers and experts take 8 bits on the device, made of the numbers of a checkpoint
+            that isn't quantised while they are read; embeddings, head, norms, routers and all else stay as they are.
+            `fp8`: in blocks of 128 x 128 with a scale each, and inputs of layers stay in `dtype`. `fp8-channel`: with a
+            scale for each output, and inputs are rounded token by token (docs/quantisation.md).
         disabled_passes: names of passes to leave out, to find the one that makes a mistake.
         snapshots: a directory for snapshots of the pipeline, and for compiled kernels; a rebuild starts from the one
             that fits, and compiles what is missing. None: none are read or written.

@@ -14,8 +14,9 @@ KV_DTYPES: Mapping[str, Dtype | None] = MappingProxyType({"auto": None, "model":
 """Of cached keys and values; None: the model's, or with `auto` what the config says."""
 ACTIVATIONS = ("published", "none")
 """Inputs of layers with weights in few bits are rounded as the config says, or not at all."""
-QUANTISED = ("fp8",)
-"""What weights are made while they are read."""
+CHANNELS = "fp8-channel"
+QUANTISED = ("fp8", CHANNELS)
+"""What weights are made while they are read: with a scale for each block, or for each output."""
 NAMED = ("dtype", "kv_dtype", "page_size", "activations", "quantise")
 """The options that `check_named` looks at."""
 _MOST_PAGE_SIZE = 1024

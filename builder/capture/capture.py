@@ -37,9 +37,7 @@ def capture(source: Source, options: Options) -> Captured:
     """Makes the module on the meta device, traces it, and gathers the values of its small constants."""
     module = make_module(source.config, options.dtype)
     whole = make_whole(source.config, module)
-    stored = ModelCheckpoint(
-        module, source.facts.quantisation, whole, source.beside, at_load=options.quantise is not None
-    )
+    stored = ModelCheckpoint(module, source.facts.quantisation, whole, source.beside, at_load=options.quantise)
     exported = export(module, options.max_seq_len)
     _keep_used(exported)
     recipes = stored.recipes(exported.params.values())

@@ -1,18 +1,20 @@
 """Weights of a checkpoint that isn't quantised, as values of 8 bits that a load makes of them while it reads.
 
-Their recipes say what those of a checkpoint in `fp8` with blocks say, so all passes take them as they take those. What
-no op computes with in 8 bits is read as it is stored after all (`exact`).
+Their recipes say what those of a checkpoint in `fp8` with blocks say, or of one by channels, so all passes take them as
+they take those. What no op computes with in 8 bits is read as it is stored after all (`exact`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from precast.builder.graph.rounding import NONE, Rounding
+from precast.builder.named import CHANNELS
 from precast.builder.weights.schemes.chosen import all_but, is_linear, kept_by
 from precast.builder.weights.schemes.scheme import Scheme, Weight
 from precast.ir.graph.schema import Concat, Dequantise, Quantise, Read, Recipe, Stack
@@ -25,18 +27,28 @@ _ROUTERS = frozenset(("gate", "router", "shared_expert_gate"))
 """What modules are called that choose experts, or weigh them: small, and a wrong choice costs more than a rounding."""
 
 
-def scheme(model: PreTrainedModel) -> Scheme:
-    """All linear layers but the head and routers, and experts; not embeddings, norms, convolutions or recurrences."""
+def scheme(model: PreTrainedModel, quantise: str) -> Scheme:
+    """All linear layers but the head and routers, and experts; not embeddings, norms, convolutions or recurrences.
+
+    `quantise`: one of `precast.builder.named.QUANTISED`. By channels inputs are rounded, too, token by token, as in
+    compressed-tensors' `FP8_DYNAMIC` and FBGEMM's checkpoints.
+    """
+    by_channels = quantise == CHANNELS
     chosen = all_but(model, None, is_meant=_is_multiplied)
 
     def holds(weight: Weight) -> bool:
         return chosen(weight) and not _is_router(weight.module)
 
     def recipe(weight: Weight) -> Recipe:
-        stored = Read(weight.name, weight.shape)
-        return Dequantise(Quantise(stored, "values", BLOCK), Quantise(stored, "scales", BLOCK), "fp8", BLOCK)
+        # by channels: of a matrix that is stored transposed, `of_columns` says which these are
+        return _made(Read(weight.name, weight.shape), (1, weight.shape[-1]) if by_channels else BLOCK)
 
-    return Scheme("fp8 while it is loaded", holds, recipe, ())
+    rounding = Rounding("fp8_token") if by_channels else NONE
+    return Scheme(f"{quantise} while it is loaded", holds, recipe, (), rounding=lambda _: rounding)
+
+
+def _made(stored: Recipe, block: tuple[int, int]) -> Dequantise:
+    return Dequantise(Quantise(stored, "values", block), Quantise(stored, "scales", block), "fp8", block)
 
 
 def reasons(model: PreTrainedModel, recipes_of: Mapping[str, Recipe]) -> dict[str, str]:
@@ -79,11 +91,32 @@ def _is_router(module: str) -> bool:
 
 def exact(recipe: Recipe) -> Recipe:
     """The recipe without what quantises and dequantises at once: that would round, and save nothing."""
+    return _changed(recipe, lambda stored, block: stored)
+
+
+def of_columns(recipe: Recipe) -> Recipe:
+    """The recipe with a scale for each column of what the checkpoint stores, where it has one for each row: columns are
+    the outputs of a matrix that is stored transposed."""
+
+    def turned(stored: Recipe, block: tuple[int, int]) -> Recipe:
+        return _made(stored, block if block == BLOCK else (_rows(stored), 1))
+
+    return _changed(recipe, turned)
+
+
+def _rows(stored: Recipe) -> int:
+    rows = recipes.shape(stored)[-2]
+    assert isinstance(rows, int), "what a checkpoint holds has known sizes"
+    return rows
+
+
+def _changed(recipe: Recipe, change: Callable[[Recipe, tuple[int, int]], Recipe]) -> Recipe:
+    """The recipe with what `change` makes of each matrix that is quantised while it is read, and of its block."""
     if isinstance(recipe, Dequantise) and isinstance(recipe.of, Quantise):
-        return recipe.of.of
+        return change(recipe.of.of, recipe.of.block)
     changes: dict[str, object] = {
-        name: exact(part) for name in PARTS if (part := getattr(recipe, name, None)) is not None
+        name: _changed(part, change) for name in PARTS if (part := getattr(recipe, name, None)) is not None
     }
     if isinstance(recipe, (Concat, Stack)):
-        changes["parts"] = tuple(map(exact, recipe.parts))
+        changes["parts"] = tuple(_changed(part, change) for part in recipe.parts)
     return msgspec.structs.replace(recipe, **changes) if recipes.parts(recipe) else recipe

@@ -53,20 +53,23 @@ class ModelCheckpoint:
 
     `quantisation`: the config's `quantization_config`, if the checkpoint is quantised; an unknown one is refused
     (`feature-unsupported`). `whole`: the multimodal model that the model is the text decoder of, if its checkpoint may
-    be the other's. `beside`: patterns of tensors of the checkpoint that are no part of the model. `at_load`: whether
-    weights of a checkpoint that isn't quantised are while they are read.
+    be the other's. `beside`: patterns of tensors of the checkpoint that are no part of the model. `at_load`: what
+    weights of a checkpoint that isn't quantised become while they are read, as the option `quantise` has it.
     """
 
     def __init__(
         self, model: PreTrainedModel, quantisation: Mapping[str, Any] | None = None,
-        whole: PreTrainedModel | None = None, beside: Iterable[str] = (), *, at_load: bool = False,
+        whole: PreTrainedModel | None = None, beside: Iterable[str] = (), *, at_load: str | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._whole = whole
         self._beside = tuple(beside)
         self._tied = _tied(model)
         self._scheme: Scheme | None = None  # what a scheme asks of the checkpoint's names, it asks while it is made
-        self._scheme = at_load_scheme(model) if at_load else scheme_of(model, quantisation, self._is_left_out)
+        if at_load is not None:
+            self._scheme = at_load_scheme(model, at_load)
+        else:
+            self._scheme = scheme_of(model, quantisation, self._is_left_out)
         self._quantised: dict[str, Weight] = {}
         self._refused: list[BuildError] = []
 

@@ -1,5 +1,6 @@
-"""`--quantise fp8`: weights that are brought to 8 bits while they are read. The logits are those of transformers with
-these weights rounded beforehand, on one rank and on several; everything else is as it was."""
+"""`--quantise`: weights that are brought to 8 bits while they are read. The logits are those of transformers with these
+weights rounded beforehand, on one rank and on several; everything else is as it was. Of `fp8-channel`, which rounds
+inputs, too, there is more in `test_quantise_by_channels.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from reference import hf_logits, relative_error
 from transformers import GPT2PreTrainedModel
 
 import precast
+from precast.builder.named import QUANTISED
 from precast.builder.source.shrink import random_model
 from precast.check.shards import prove, unsharded
 from precast.ir.artifact import Bundle
@@ -48,19 +50,23 @@ def is_quantised(recipe: Recipe) -> bool:
     return isinstance(recipe, Quantise) or any(map(is_quantised, recipes.parts(recipe)))
 
 
-def rounded(model: Any, ends: tuple[str, ...]) -> list[str]:
+def rounded(model: Any, ends: tuple[str, ...], quantise: str) -> list[str]:
     """Round the weights whose names end so, as a load does, in place; their names. Experts count one by one, as the
     checkpoint stores them."""
     names = []
+    kind = getattr(model.config, "model_type", "")
     for name, weight in model.named_parameters():
         if name.endswith(ends) and "kv_b_proj" not in name:
             names.append(name)
             parts = [weight.data]
-            if name.endswith("experts.gate_up_proj") and getattr(model.config, "model_type", "") != "gpt_oss":
+            if name.endswith("experts.gate_up_proj") and kind != "gpt_oss":
                 parts = list(weight.data.chunk(2, dim=1))
             for part in parts:
-                values, scales = (part_of_fp8(part, which, BLOCK) for which in ("values", "scales"))
-                rows, columns = (torch.arange(size) // 128 for size in part.shape[-2:])
+                is_turned = kind == "gpt2" or (kind == "gpt_oss" and part.dim() == 3)  # its outputs are columns
+                outputs = (part.shape[-2], 1) if is_turned else (1, part.shape[-1])
+                block = outputs if quantise == "fp8-channel" else BLOCK
+                values, scales = (part_of_fp8(part, which, block) for which in ("values", "scales"))
+                rows, columns = (torch.arange(part.shape[dim]) // block[dim] for dim in (-2, -1))
                 part.copy_(values.float() * scales[..., rows, :][..., columns])
     return names
 
@@ -69,8 +75,9 @@ def of_experts(ends: tuple[str, ...], family: str) -> tuple[str, ...]:
     return (*ends, "experts.gate_up_proj", "experts.down_proj") if family != "gpt_oss" else ends
 
 
+@pytest.mark.parametrize("quantise", QUANTISED)
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_rounded_weights(case: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_rounded_weights(case: str, quantise: str, tmp_path: Path) -> None:
     family, changes, ends, worlds = CASES[case]
     config = families.make_config(family)
     for name, value in changes.items():
@@ -79,10 +86,11 @@ def test_logits_are_those_of_rounded_weights(case: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "ckpt")
     exact = hf_logits(model, [PROMPT])[0]
 
-    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", quantise="fp8")
+    options = {"dtype": "float32", "quantise": quantise, "activations": "none"}
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", **options)
 
     found = precast.load(tmp_path / "b", weights=tmp_path / "ckpt", device="cpu").logits(PROMPT)
-    names = rounded(model, of_experts(ends, family))
+    names = rounded(model, of_experts(ends, family), quantise)
     assert relative_error(found, hf_logits(model, [PROMPT])[0]) < 2e-4
     assert relative_error(found, exact) > 1e-3
     assert_stored(bundle, model, names)
@@ -144,11 +152,14 @@ NAMED = {
 embeddings, convolutions and recurrences."""
 
 
+@pytest.mark.parametrize("quantise", QUANTISED)
 @pytest.mark.parametrize("family", NAMED)
-def test_all_other_weights_of_products_are_named(family: str, tmp_path: Path) -> None:
-    bundle = precast.build(families.make_config(family), tmp_path / "b", dtype="float32", quantise="fp8")
+def test_all_other_weights_of_products_are_named(family: str, quantise: str, tmp_path: Path) -> None:
+    """Of these no input is rounded, as of any layer of 16 bits: nothing is said of it."""
+    bundle = precast.build(families.make_config(family), tmp_path / "b", dtype="float32", quantise=quantise)
 
     found = bundle.provenance["not quantised"]
+    assert "inputs not rounded" not in bundle.provenance
     assert {reason: sorted(names) for reason, names in found.items()} == NAMED[family]
 
 
@@ -166,9 +177,10 @@ def test_a_build_that_would_quantise_nothing_is_refused(tmp_path: Path, monkeypa
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("quantise", ["int4", "fp8_e5m2", "", 8])
+@pytest.mark.parametrize("quantise", ["int4", "fp8_e5m2", "fp8-channels", "", 8])
 def test_formats_that_are_not_known(quantise: Any, tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=re.escape(f"quantise={quantise!r}: this is not known, expected fp8")) as error:
+    message = f"quantise={quantise!r}: this is not known, expected fp8 or fp8-channel"
+    with pytest.raises(BuildError, match=re.escape(message)) as error:
         precast.build(families.make_config("llama"), tmp_path / "b", quantise=quantise)
 
     assert error.value.code == "option-invalid"
@@ -199,20 +211,25 @@ def test_snapshots_tell_them_apart(tmp_path: Path) -> None:
     plain = precast.build(config, tmp_path / "plain", **options)
     small = precast.build(config, tmp_path / "small", **options, quantise="fp8")
     again = precast.build(config, tmp_path / "again", **options, quantise="fp8")
+    other = precast.build(config, tmp_path / "other", **options, quantise="fp8-channel")
+    whole = precast.build(config, tmp_path / "whole", max_seq_len=64, quantise="fp8-channel")
 
-    assert [each.provenance["from_snapshot"] for each in (plain, small, again)] == [False, False, True]
-    assert small.digest == again.digest != plain.digest
+    assert [each.provenance["from_snapshot"] for each in (plain, small, again, other)] == [False, False, True, False]
+    assert small.digest == again.digest
+    assert other.digest == whole.digest
+    assert len({each.digest for each in (plain, small, other)}) == 3
     assert small.provenance["not quantised"] == again.provenance["not quantised"] == HEAD
     assert "not quantised" not in plain.provenance
 
 
-def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantise", QUANTISED)
+def test_a_weight_that_is_no_number_is_named(quantise: str, tmp_path: Path) -> None:
     """Of q, k and v, which are one product: not a scale, which no file has."""
     model = random_model(families.make_config("llama"))
     name = "model.layers.1.self_attn.k_proj.weight"
     model.get_parameter(name).data[3, 7] = torch.nan
     model.save_pretrained(tmp_path / "ckpt")
-    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", quantise="fp8")
+    bundle = precast.build(tmp_path / "ckpt", tmp_path / "b", dtype="float32", quantise=quantise)
 
     with pytest.raises(WeightsError) as error:
         precast.load(bundle.path, weights=tmp_path / "ckpt", device="cpu")

@@ -48,6 +48,14 @@ def test_a_block_of_zeros_stays_one() -> None:
     assert torch.equal(dequantise(Quantised(values, scales, block=(2, 2)))[:, :2], torch.zeros(2, 2))
 
 
+def test_a_row_of_zeros_stays_one() -> None:
+    x = torch.tensor([[0.0, 0.0, 0.0], [448.0, -224.0, 1.0]])
+    values, scales = (quantised(x, part, (1, 3)) for part in ("values", "scales"))
+
+    assert scales.tolist() == [[torch.finfo(torch.float32).tiny], [1.0]]
+    assert torch.equal(dequantise(Quantised(values, scales, block=(1, 3))), x)
+
+
 def test_nan_and_infinity_are_not_hidden() -> None:
     for bad in (NAN, INF):
         x = torch.tensor([[1.0, bad, 1.0, 2.0]])

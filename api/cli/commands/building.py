@@ -34,7 +34,10 @@ MODEL = together(
         "--activations", default="published", show_default=True,
         help="Inputs of layers with quantised weights: rounded as the config says (published), or not (none).",
     ),
-    click.option("--quantise", metavar="FORMAT", help="Bring weights to 8 bits while they are read: fp8."),
+    click.option(
+        "--quantise", metavar="FORMAT",
+        help="Bring weights to 8 bits while they are read: in blocks (fp8), or by channels, inputs too (fp8-channel).",
+    ),
     click.option(
         "--shard-plan", type=PATH, help="JSON file that says of params, by patterns of names, how they are split."
     ),

@@ -11,7 +11,7 @@ import msgspec
 from precast.builder.graph.rounding import NONE, Rounding, Roundings, rounding_of
 from precast.builder.passes.graph_pass import LoweredPass
 from precast.builder.shard.pipelines import pipelines
-from precast.builder.weights.at_load import exact
+from precast.builder.weights.at_load import exact, of_columns
 from precast.builder.weights.kept import Kept, Misfit, Stored, is_quantised, kept, stored
 from precast.ir.graph.infer import references
 from precast.ir.graph.schema import (
@@ -27,6 +27,7 @@ from precast.ir.graph.schema import (
     Node,
     Param,
     Read,
+    Recipe,
     Ref,
     Reshape,
     ShardRow,
@@ -132,9 +133,11 @@ class _Weights:
         """The weights whose inputs would be rounded, if this graph could say it."""
         for name, param in self._params.items():
             wanted = rounding_of(param.recipe, self._roundings)
-            if wanted != NONE and name not in self.kept:
+            if wanted == NONE or (name not in self.kept and exact(param.recipe) != param.recipe):
+                continue  # nothing is rounded for what is read as it is stored
+            if name not in self.kept:
                 yield Unrounded(name, "the weight is dequantised")
-            elif wanted != NONE and self.kept[name][2].reason:
+            elif self.kept[name][2].reason:
                 yield Unrounded(name, self.kept[name][2].reason)
 
     def _keep(self) -> None:
@@ -144,7 +147,7 @@ class _Weights:
             try:
                 if name in tied:
                     raise Misfit("another param is tied to it")
-                found = kept(param.recipe, param.type.dtype)
+                found = _kept(param.recipe, param.type.dtype)
                 parts = stored(found, name, self._scales)
                 rounding = rounding_of(param.recipe, self._roundings)
                 rounding = rounding if _is_matrix(found) else _of_experts(rounding)
@@ -289,6 +292,23 @@ class _Weights:
                 split = [each for each in split if found[0].shape[0] in types[each].shape]
             params += split or [name]
         return msgspec.structs.replace(row, params=tuple(params))
+
+
+def _kept(recipe: Recipe, dtype: Dtype) -> Kept:
+    """The parts of a weight [.., outputs, inputs]. Of one that gets a scale for each output while it is read, outputs
+    are rows of what is stored, or columns. Raises Misfit."""
+    found, turned = kept(recipe, dtype), of_columns(recipe)
+    if turned == recipe or not _is_each_input(found):
+        return found
+    found = kept(turned, dtype)
+    if _is_each_input(found):
+        raise Misfit("its outputs are neither the rows nor the columns of what is stored")
+    return found
+
+
+def _is_each_input(whole: Kept) -> bool:
+    """Whether each input has a scale of its own."""
+    return whole.parts["scales"].steps[-1] == 1
 
 
 def _not_chosen(graph: Graph, wide: Mapping[str, str]) -> Iterator[Dequantised]:

@@ -178,14 +178,27 @@ def test_build_names_the_kv_dtypes_that_it_knows(tmp_path: Path, command: Comman
     assert not (tmp_path / "b").exists()
 
 
-def test_build_with_weights_of_8_bits(tmp_path: Path, command: Command) -> None:
+@pytest.mark.parametrize(
+    ("quantise", "stored", "inputs"),
+    [
+        ("fp8", "fp8 of 8 bits, blocks of 128 x 128", "as they are in"),
+        ("fp8-channel", "fp8 of 8 bits, one scale a row", "rounded by fp8_token in"),
+    ],
+)
+def test_build_with_weights_of_8_bits(
+    quantise: str, stored: str, inputs: str, tmp_path: Path, command: Command
+) -> None:
     """Of no more than a model of ours: what the option does is tried in `tests/e2e/test_quantise_at_load.py`."""
-    result = command("build", MODEL, "-o", tmp_path / "b", "--quantise", "fp8")
+    result = command("build", MODEL, "-o", tmp_path / "b", "--quantise", quantise)
 
     assert result.exit_code == 0, result.stderr
     graph = command("inspect", tmp_path / "b", "--graph").stdout
     assert "quantise(values, read(" in graph
     assert "precast.quantised_linear@1(" in graph
+    text = " ".join(command("inspect", tmp_path / "b").stdout.split())
+    assert f"few bits {stored}: " in text
+    assert f"inputs {inputs}" in text
+    assert Bundle.open(tmp_path / "b").provenance["options"]["quantise"] == quantise
 
 
 def test_build_names_the_formats_that_it_quantises_to(tmp_path: Path, command: Command) -> None:
@@ -194,7 +207,7 @@ def test_build_names_the_formats_that_it_quantises_to(tmp_path: Path, command: C
     assert result.exit_code == 2
     error = json.loads(result.stdout)["error"]
     assert (error["code"], error["message"]) == (
-        "option-invalid", "--quantise int4: this is not known, expected fp8",
+        "option-invalid", "--quantise int4: this is not known, expected fp8 or fp8-channel",
     )  # fmt: skip
 
 

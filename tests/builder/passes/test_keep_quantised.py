@@ -230,6 +230,69 @@ def test_experts_of_which_one_weight_is_not_quantised() -> None:
     assert left == [Dequantised("up", "precast.experts takes weights of different formats")]
 
 
+def at_load(name: str, rows: int, columns: int) -> str:
+    """The recipe of a weight that gets a scale for each row while it is read."""
+    stored, block = f'read("{name}", [{rows}, {columns}])', f"block=[1, {columns}]"
+    made = ", ".join(f"quantise({part}, {stored}, {block})" for part in ("values", "scales"))
+    return f"dequantise(fp8, {made}, {block}, zeros=none, groups=none, zero_offset=0)"
+
+
+def settled(recipe: str) -> tuple[Graph, list[Dequantised | Unrounded]]:
+    """The graph of a linear layer of such a weight after the pass, from which on it is right, and what stays."""
+    left: list[Dequantised | Unrounded] = []
+    after = keep_quantised(graph({"w": f"[6, 16] = cast({recipe}, bfloat16)"}, LINEAR), left)
+    assert not verify(after)
+    return after, left
+
+
+STORED = 'read("w", [16, 6])'
+
+
+@pytest.mark.parametrize(
+    ("recipe", "values", "scales"),
+    [
+        (at_load("w", 6, 16), 'quantise(values, read("w", [6, 16]), block=[1, 16])',
+         'quantise(scales, read("w", [6, 16]), block=[1, 16])'),
+        (f"transpose({at_load('w', 16, 6)}, 0, 1)", f"transpose(quantise(values, {STORED}, block=[16, 1]), 0, 1)",
+         f"transpose(quantise(scales, {STORED}, block=[16, 1]), 0, 1)"),
+    ],
+)  # fmt: skip
+def test_outputs_get_a_scale_each_also_where_they_are_columns_of_what_is_stored(
+    recipe: str, values: str, scales: str
+) -> None:
+    after, left = settled(recipe)
+
+    assert {param.name: format_recipe(param.recipe) for param in after.params} == {"w": values, "w.scales": scales}
+    assert [format_step(step) for step in after.main] == [
+        "%y: bfloat16[1, T, 6] = precast.quantised_linear@1(input=%x, weight=%w, scales=%w.scales,"
+        ' format="fp8", block=[1, 16])'
+    ]
+    assert left == []
+
+
+def test_inputs_never_get_a_scale_each() -> None:
+    """Of two matrices with their inputs side by side each row has two scales."""
+    recipe = f"concat([{at_load('a', 6, 5)}, {at_load('b', 6, 11)}], dim=1)"
+    stored = 'concat([read("a", [6, 5]), read("b", [6, 11])], dim=1)'
+
+    after, left = settled(recipe)
+
+    assert left == [Dequantised("w", "its outputs are neither the rows nor the columns of what is stored")]
+    assert [format_recipe(param.recipe) for param in after.params] == [f"cast({stored}, bfloat16)"]
+
+
+def test_nothing_is_said_of_the_inputs_of_what_is_read_as_it_is_stored() -> None:
+    left: list[Dequantised | Unrounded] = []
+    before = graph(
+        {"w": f"[16, 16] = cast({at_load('w', 16, 16)}, bfloat16)", "head": "[16, 16] = tie(%w)"},
+        "%y = aten.linear.default(input=%x, weight=%w) %z = aten.linear.default(input=%y, weight=%head) return z=%z",
+    )
+
+    keep_quantised(before, left, roundings={"w": Rounding("fp8_token")})
+
+    assert left == [Dequantised("w", "another param is tied to it")]
+
+
 def test_a_graph_without_quantised_weights_is_left_alone() -> None:
     before = graph(
         {"w": '[6, 16] = read("w", [6, 16], bfloat16)'}, "%y = aten.linear.default(input=%x, weight=%w) return y=%y"

@@ -447,6 +447,20 @@ def test_values_and_scales_of_a_matrix_are_made_of_one_read(
     assert made.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.parametrize(("block", "num_read"), [((1, 64), 4 * 64), ((40, 1), 40 * 10)])
+def test_a_part_of_a_row_or_column_reads_all_that_has_its_scale(
+    block: tuple[int, int], num_read: int, tmp_path: Path
+) -> None:
+    """Rows 5 to 8, columns 40 to 49: whole rows where each has a scale, whole columns where each of these has one."""
+    tensors = {"w": torch.randn(40, 64)}
+    recipe = Slice(Slice(Quantise(read("w", tensors), "values", block), 0, 5, 4), 1, 40, 10)
+
+    made = load(tmp_path, {"p": recipe}, tensors, torch.device("cpu"))
+
+    assert_made(made, {"p": recipe}, tensors)
+    assert made.bytes_needed == 4 * num_read
+
+
 def test_a_part_of_a_matrix_reads_its_blocks_alone(tmp_path: Path) -> None:
     """Rows 5 to 8 lie in blocks of rows 4 to 11, of which all columns are read that are in blocks 2 and 3."""
     tensors = {"w": torch.randn(40, 64)}
