@@ -18,7 +18,19 @@ from hypothesis import assume, given
 from recipe_cases import FLOATS, Tensors, evaluate, params_graph, recipe_sets
 from safetensors.torch import save_file
 
-from precast.ir.graph.schema import Cast, Dtype, Graph, Param, Read, Recipe, Scale, Slice, TensorType, Transpose
+from precast.ir.graph.schema import (
+    Cast,
+    Dtype,
+    Graph,
+    Param,
+    Quantise,
+    Read,
+    Recipe,
+    Scale,
+    Slice,
+    TensorType,
+    Transpose,
+)
 from precast.ir.manifest import Checkpoint
 from precast.ir.weights.checkpoint import CheckpointFiles
 from precast.kernels.dtypes import BY_NAME
@@ -156,6 +168,18 @@ def test_types_that_are_not_converted_are_named(tmp_path: Path) -> None:
     what = planned(params_graph({"a": Cast(params_read("a", tensors), "bfloat16")}, tensors), Checkpoint(), files)
 
     assert uncovered(what) == "the checkpoint's tensors are converted from float8_e4m3fn to bfloat16"
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 8)], ids=["blocks", "channels"])
+def test_weights_that_are_quantised_while_they_are_read_are_left_to_torch(
+    block: tuple[int, int], tmp_path: Path
+) -> None:
+    tensors = {"a": torch.zeros(4, 8)}
+    recipe = Quantise(params_read("a", tensors), "scales", block)
+
+    what = planned(params_graph({"a": recipe}, tensors), Checkpoint(), files_of(tmp_path, tensors))
+
+    assert uncovered(what) == "weights are quantised while they are read"
 
 
 def test_scales_are_read_or_filled(tmp_path: Path) -> None:
