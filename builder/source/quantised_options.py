@@ -152,7 +152,8 @@ _SPELLINGS = {
 def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None = None) -> dict[str, Any]:
     """The entries with one name for each option. Raises BuildError where two names of one say different things.
 
-    Of `fp8` an empty list says nothing, as readers of such checkpoints take it.
+    Of `fp8` an empty list says nothing, as readers of such checkpoints take it. ModelOpt's library writes the name of
+    FP8 in blocks in small letters.
     """
     names = _SPELLINGS.get(method, {})
     nothing: tuple[Any, ...] = (None, []) if method in ("fp8", "mxfp8") else (None,)
@@ -167,6 +168,8 @@ def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None =
             what = cut(f"{known} = {made[known]!r} and {name} = {value!r}")
             fix = "remove the one that doesn't describe the checkpoint's tensors"
             raise refuse(method, what, where, fix, why="both are names of one option")
+    if method == "modelopt" and made.get("quant_algo") == IN_BLOCKS.lower():
+        made["quant_algo"] = IN_BLOCKS
     return made
 
 
@@ -264,7 +267,7 @@ def _check_modelopt(entries: Mapping[str, Any], where: str | None) -> None:
     if algorithm and not layers and "ignore" not in entries:
         fix = f"take hf_quant_config.json whole, with its exclude_modules, from the publisher; or {_OTHER}"
         raise refuse("modelopt", "no list of the modules that are not (ignore, exclude_modules)", where, fix)
-    known = () if not algorithm else (algorithm,) if not layers else tuple(_MODELOPT)
+    known = tuple(_MODELOPT) if layers else tuple(each for each in _MODELOPT if each == algorithm)
     _check_modelopt_groups("modelopt", entries, known, where)
     size = entries.get("group_size")
     if size is not None and algorithm in _MODELOPT and size != _MODELOPT[algorithm][1]:
@@ -330,6 +333,11 @@ def _modelopt_weights(weights: Mapping[str, Any]) -> tuple[Any, Any] | None:
 
 _MODELOPT = {"FP8": (8, None), "MXFP8": (8, 32), "NVFP4": (4, 16), "W4A16_NVFP4": (4, 16)}
 """The formats of ModelOpt that are known: the bits of a value, and how many of a row share a scale; None: all."""
+
+
+IN_BLOCKS = "FP8_PB_WO"
+"""ModelOpt's FP8 in blocks of 128 x 128, of all layers that are quantised. Of single layers (`quantized_layers`) it
+isn't known: published checkpoints that say it there name and shape scales in other ways than ModelOpt's library."""
 
 
 def stored_as(group: Any, format: str | None) -> str | None:
@@ -588,7 +596,8 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "sparsity_config": _NO_SPARSITY, "moe_sparsity_config": _one_of(None), "transform_config": _only_weights,
     },
     "modelopt": {
-        "quant_algo": _one_of(*_MODELOPT, "MIXED_PRECISION", None), "ignore": _names, "exclude_modules": _names,
+        "quant_algo": _one_of(*_MODELOPT, IN_BLOCKS, IN_BLOCKS.lower(), "MIXED_PRECISION", None),
+        "ignore": _names, "exclude_modules": _names,
         "config_groups": _groups, "group_size": _one_of(None, 16, 32), "quantized_layers": _modelopt_layers,
     },
     "quark": {

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from precast.builder.source.quantised_options import Quantised, check_layers, is_known_layer, refuse
+from precast.builder.source.quantised_options import IN_BLOCKS, Quantised, check_layers, is_known_layer, refuse
 from precast.builder.weights.conversions import saved_tensors
 from precast.builder.weights.rounding import of_modelopt
 from precast.builder.weights.schemes.chosen import config_names, is_linear
@@ -21,6 +21,7 @@ from precast.builder.weights.schemes.stored import (
     nvfp4,
     of_each,
     one_by_one,
+    per_block,
     per_group_of_32,
     per_tensor,
     same,
@@ -32,9 +33,9 @@ from precast.ir.graph.schema import Recipe
 def modelopt(
     model: PreTrainedModel, options: Quantised, is_left_out: Callable[[str], bool] = lambda _: False
 ) -> Scheme:
-    """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor, MXFP8 and NVFP4; kept as they are: linear layers
-    by pattern. With `quantized_layers`, those alone are quantised, each in its format. Of stacked experts each linear
-    layer has its own name. `is_left_out` says which names are of layers that are no part of the model.
+    """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor or in blocks, MXFP8 and NVFP4; kept as they are:
+    linear layers by pattern. With `quantized_layers`, those alone are quantised, each in its format. Of stacked experts
+    each linear layer has its own name. `is_left_out` says which names are of layers that are no part of the model.
     """
     kept = options.get("ignore", None) or ()
     names, layers = config_names(model), options.get("quantized_layers", None)
@@ -62,6 +63,8 @@ def modelopt(
         stored = algorithm(weight)
 
         def one(each: Weight) -> Recipe:
+            if stored == IN_BLOCKS:
+                return scaled(each, per_block(each, each.name + "_scale"))
             if stored == "FP8":
                 return scaled(each, per_tensor(each, each.name + "_scale"))
             return per_group_of_32(each) if stored == "MXFP8" else nvfp4(each, "", "_scale_2", ())

@@ -44,6 +44,16 @@ def per_tile(weight: Weight, name: str, tile: tuple[int, int]) -> Scales:
     return Scales(Read(name, (*outer, -(-rows // tile[0]), -(-columns // tile[1]))), tile)
 
 
+def per_block(weight: Weight, name: str) -> Scales:
+    """ModelOpt's, one for each 128 x 128, with dimensions of 1 beside those of the blocks."""
+    rows, columns = (-(-size // _BLOCK) for size in weight.shape)
+    return Scales(Reshape(Read(name, (rows, 1, columns, 1)), (rows, columns)), (_BLOCK, _BLOCK))
+
+
+_BLOCK = 128
+"""Rows and columns that share a scale, of a format whose configs don't say how many."""
+
+
 def per_group_of_32(weight: Weight, suffix: str = "_scale") -> Recipe:
     """MXFP8: 32 neighbours of a row have an exponent."""
     rows, columns = weight.shape

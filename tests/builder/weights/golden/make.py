@@ -104,6 +104,10 @@ def modelopt() -> Iterator[tuple[str, Case]]:
         stored = NVFP4QTensor(shape, torch.float32, weight)
         return stored.dequantize(torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16})
 
+    def in_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        sizes, stored = {-1: 128, -2: 128}, FP8QTensor(weight.shape, torch.float32, weight)
+        return stored.dequantize(torch.float32, scale=scale.reshape(1, 1), block_sizes=sizes)
+
     def of(kind: Any) -> Callable[..., torch.Tensor]:
         return lambda weight, scale: kind(weight.shape, torch.float32, weight).dequantize(torch.float32, scale=scale)
 
@@ -111,6 +115,7 @@ def modelopt() -> Iterator[tuple[str, Case]]:
         ("nvfp4", mtq.NVFP4_DEFAULT_CFG, ("weight", "weight_scale", "weight_scale_2"), nvfp4, "NVFP4QTensor"),
         ("fp8", mtq.FP8_DEFAULT_CFG, ("weight", "weight_scale"), of(FP8QTensor), "FP8QTensor"),
         ("mxfp8", mtq.MXFP8_DEFAULT_CFG, ("weight", "weight_scale"), of(MXFP8QTensor), "MXFP8QTensor"),
+        ("fp8 in blocks", mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG, ("weight", "weight_scale"), in_blocks, "FP8QTensor"),
     ):
         quantised = mtq.quantize(model(), config, lambda made: made(torch.arange(16)[None]))
         with tempfile.TemporaryDirectory() as folder:

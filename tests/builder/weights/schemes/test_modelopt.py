@@ -56,9 +56,40 @@ def test_modelopts_mixed_precision(tmp_path: Path) -> None:
     check(config_of("qwen3_moe", num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
 
 
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "fp8_pb_wo"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_modelopts_blocks(model_type: str, algorithm: str, tmp_path: Path) -> None:
+    """Scales have four dimensions, or none where a matrix is one block; the last blocks may be smaller."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 160}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not linear(name):
+            return None
+        rows, columns = (-(-size // 128) for size in tensor.shape)
+        shape = () if rows == columns == 1 else (rows, 1, columns, 1)
+        return quantised.float8(name, tensor, (128, 128), "_scale", shape)
+
+    entries = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
+    check(config_of(model_type, num_experts=4, **sizes), entries, quantise, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"group_size": 64}, "group_size"),
+        ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}},
+         "config_groups"),
+        ({"quant_algo": "FP8_PB_REAL"}, "quant_algo"),
+    ],
+)  # fmt: skip
+def test_blocks_of_another_kind_are_refused(entries: dict[str, Any], told: str) -> None:
+    with pytest.raises(BuildError, match=told):
+        recipes_of("llama", **{"quant_algo": "FP8_PB_WO", "ignore": ["lm_head"], **entries})
+
+
 DOWN = "model.language_model.layers.0.mlp.down_proj"
 IN_BLOCKS = {"quant_algo": "FP8_PB_WO", "group_size": 128}
-"""A format that is not known."""
+"""A format that is not known, of single layers."""
 
 
 def recipes_of(model_type: str, **entries: Any) -> dict[str, Any]:
