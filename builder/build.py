@@ -260,11 +260,15 @@ def _beside_theirs(source: Source, graph: Graph) -> dict[str, object]:
     return {"tp_plan": msgspec.to_builtins(compared(graph, theirs))} if theirs and graph.shards.rows else {}
 
 
+_HALVES = ("gptq", "auto-round")
+"""Methods whose scales are float16 where the model is bfloat16."""
+
+
 def _scales(source: Source) -> Dtype:
-    """The type of scales that a checkpoint of this config has: AutoAWQ and GPTQModel write float16, others the model's
-    own type. AutoGPTQ does so, too: scales in bfloat16 that aren't tiny are float16's as well."""
+    """The type of scales that a checkpoint of this config has: AutoAWQ, GPTQModel and AutoRound write float16, others
+    the model's own type. AutoGPTQ does so, too: scales in bfloat16 that aren't tiny are float16's as well."""
     method = (source.facts.quantisation or {}).get("quant_method")
-    dtypes: dict[str, Dtype] = {"float16": "float16", "bfloat16": "float16" if method == "gptq" else "bfloat16"}
+    dtypes: dict[str, Dtype] = {"float16": "float16", "bfloat16": "float16" if method in _HALVES else "bfloat16"}
     return "float16" if method == "awq" else dtypes.get(source.facts.dtype, "float32")
 
 

@@ -126,6 +126,8 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
         _check_mixed(entries, where)
     if method == "mlx" and not {"group_size", "bits"} <= set(entries):
         raise refuse(method, "no group_size, or no bits", where)
+    if method == "auto-round" and not {"bits", "group_size", "packing_format"} <= set(entries):
+        raise refuse(method, "no bits, no group_size, or no packing_format", where)
     if method == "gptq" and "bits" not in entries:
         raise refuse(method, "no bits", where, why="4 or 8 are known")
     if method == "compressed-tensors" and "config_groups" not in entries:
@@ -256,6 +258,7 @@ def _patterns(method: str, entries: Mapping[str, Any]) -> Iterator[tuple[str, st
         yield from ((name, pattern.removeprefix("re:")) for name, pattern in listed)
     for pattern in entries.get("dynamic") or () if method == "gptq" else ():
         yield "dynamic", pattern_of(pattern)
+    yield from (("extra_config", pattern) for pattern in entries.get("extra_config") or ())
     yield from (("modules_to_not_convert", pattern) for pattern in entries.get("modules_to_not_convert") or ())
 
 
@@ -500,6 +503,39 @@ def _by_layer(value: Any) -> bool:
     )  # fmt: skip
 
 
+_INTEGERS: dict[str, Check] = {
+    "data_type": _one_of("int", None), "act_bits": _one_of(16, 32, None), "super_bits": _one_of(None),
+    "super_group_size": _one_of(None), "rotation_config": _one_of(None, {}), "sym": _one_of(True, False, None),
+}  # fmt: skip
+"""What AutoRound says of all layers, or of one, beside bits and groups: weights are integers, inputs as they are."""
+_OF_INPUTS = frozenset(("act_data_type", "act_group_size", "act_sym", "act_dynamic"))
+"""What it says of inputs, which is nothing where these stay as they are."""
+
+
+@_expects("layers, or patterns of them, with 16 bits, or with 4 or 8 and a group_size of their own")
+def _integers_by_layer(value: Any) -> bool:
+    """AutoRound's `extra_config`: what differs of some layers."""
+    own = _INTEGERS | {"bits": _one_of(4, 8), "group_size": _group_size}
+
+    def is_known(said: Mapping[str, Any]) -> bool:
+        bits = said.get("bits")
+        few = ((name, each) for name, each in said.items() if name not in _OF_INPUTS and each is not None)
+        return (type(bits) is int and bits >= 16) or all(name in own and own[name](each) for name, each in few)
+
+    return value is None or all(map(is_known, value.values()))
+
+
+@_expects("names, in a list or with commas between them")
+def _begins(value: Any) -> bool:
+    return isinstance(value, str) or _names(value)
+
+
+AUTO_ROUND = {
+    "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round:auto_awq": "awq", "auto_round:awq": "awq",
+}  # fmt: skip
+"""AutoRound's names of how it packs integers, and the methods that pack them so."""
+
+
 @_expects("a list of names, or of lists of names")
 def _modules(value: Any) -> bool:
     listed = value if isinstance(value, list) else []
@@ -617,6 +653,10 @@ _KNOWN: dict[str, dict[str, Check]] = {
         "format": _one_of("gptq", "gptq_v2"), "lm_head": _one_of(True, False), "dynamic": _by_layer,
         "modules_in_block_to_quantize": _modules, "pack_dtype": _one_of("int32"),
         "desc_act": _one_of(True, False, None), "method": _one_of("gptq"), "data_type": _one_of("int"),
+    },
+    "auto-round": {
+        "packing_format": _one_of(*AUTO_ROUND), "bits": _one_of(4, 8), "group_size": _group_size,
+        "block_name_to_quantize": _begins, "extra_config": _integers_by_layer, **_INTEGERS,
     },
     "mlx": {"bits": _one_of(4, 8), "group_size": _one_of(32, 64, 128), "mode": _one_of("affine")},
 }  # fmt: skip

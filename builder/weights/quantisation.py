@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from precast.builder.source.quantised_options import Quantised, check_options
+from precast.builder.weights.schemes.auto_round import auto_round
 from precast.builder.weights.schemes.awq_gptq import awq, gptq
 from precast.builder.weights.schemes.compressed_tensors import compressed_tensors
 from precast.builder.weights.schemes.fp8 import fbgemm_fp8, fp8, mxfp8
@@ -48,5 +49,6 @@ _SCHEMES: dict[str, Callable[[PreTrainedModel, Quantised], Scheme]] = {
     "mxfp4": mxfp4,
     "awq": awq,
     "gptq": gptq,
+    "auto-round": auto_round,
     "mlx": mlx,
 }

@@ -6,7 +6,7 @@ In an environment of their own, Python 3.11, which needs no GPU:
     pip install torch==2.13.0 transformers==5.23.0 safetensors accelerate datasets scipy pulp omegaconf requests \\
         pillow psutil loguru onnx onnxslim ml_dtypes pypcre logbar threadpoolctl device-smi tokenicer defuser zstandard
     pip install --no-deps nvidia-modelopt==0.47.0 amd-quark==0.13 auto-gptq==0.7.1 mlx==0.32.4 mlx-cpu==0.32.4 \\
-        fbgemm-gpu-genai==1.9.0 compressed-tensors==0.18.0
+        fbgemm-gpu-genai==1.9.0 compressed-tensors==0.18.0 auto-round==0.16.1 py-cpuinfo
     pip download --no-deps --no-binary :all: --no-build-isolation autoawq==0.2.9 gptqmodel==7.7.0
 
 `--no-deps`, since the libraries don't agree on versions, and what is called here needs few of their dependencies. The
@@ -183,9 +183,7 @@ def autoawq() -> Iterator[tuple[str, Case]]:
                 continue
             size = weight.shape[1] if group_size == -1 else group_size
             scales, zeros = (each.t().contiguous() for each in affine(weight, 4, size))
-            steps = torch.arange(weight.shape[1]) // size
-            whole = (weight.t() / scales[steps] + zeros[steps]).round().clamp(0, 15)
-            exact = ((whole - zeros[steps]) * scales[steps]).t()  # which AutoAWQ rounds to the same integers
+            exact = _in_four_bits(weight, scales, zeros, size)
             packed = WQLinear_GEMM.from_linear(linear(exact), 4, size, scales=scales, zeros=zeros)
             stored |= {f"{layer}.{part}": getattr(packed, part) for part in ("qweight", "qzeros", "scales")}
             values[f"{layer}.weight"] = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, 4, size).t()
@@ -194,6 +192,13 @@ def autoawq() -> Iterator[tuple[str, Case]]:
             "modules_to_not_convert": None,
         }  # fmt: skip
         yield name, Case(stored, values, entries, "awq.utils.packing_utils.dequantize_gemm, in float16")
+
+
+def _in_four_bits(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, size: int) -> torch.Tensor:
+    """What integers of 4 bits stand for, which AWQ's packing rounds to the same integers: it bounds none."""
+    steps = torch.arange(weight.shape[1]) // size
+    whole = (weight.t() / scales[steps] + zeros[steps]).round().clamp(0, 15)
+    return ((whole - zeros[steps]) * scales[steps]).t()
 
 
 GPTQ_CASES = {"4 bits": (4, 16, False, "gptq"), "act order": (4, 16, True, "gptq_v2"), "8 bits": (8, 32, False, "gptq")}
@@ -262,6 +267,45 @@ def autogptq() -> Iterator[tuple[str, Case]]:
             "true_sequential": True, "damp_percent": 0.01, "static_groups": False,
         }  # fmt: skip
         yield name, Case(stored, values, entries, "auto_gptq's QuantLinear of a unit matrix, in float16")
+
+
+AUTO_ROUND: dict[str, tuple[str, int, int]] = {
+    "GPTQ's packing": ("auto_round:auto_gptq", 4, 16), "GPTQ's packing, 8 bits": ("auto_round:auto_gptq", 8, 32),
+    "AWQ's packing": ("auto_round:auto_awq", 4, 16),
+}  # fmt: skip
+"""How integers are packed, their bits, and the size of groups."""
+
+
+def autoround() -> Iterator[tuple[str, Case]]:
+    from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+
+    for name, (packing, bits, size) in AUTO_ROUND.items():
+        stored: Tensors = {}
+        values: Tensors = {}
+        for layer, weight in weights().items():
+            outputs, inputs = weight.shape
+            if outputs % 32:  # AutoRound leaves others in 16 bits
+                continue
+            scales, zeros = affine(weight, bits, size)
+            if packing.endswith("gptq"):
+                packed = QuantLinear(bits, size, inputs, outputs, bias=False)
+                packed.pack(linear(weight), scales, zeros, None, device="cpu")
+                with torch.no_grad():
+                    made = packed(torch.eye(inputs).half()).t()
+            else:
+                scales, zeros = scales.t().contiguous(), zeros.t().contiguous()
+                exact = linear(_in_four_bits(weight, scales, zeros, size))
+                packed = WQLinear_GEMM.from_linear(exact, bits, size, scales=scales, zeros=zeros, device="cpu")
+                made = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, bits, size).t()
+            stored |= {f"{layer}.{part}": getattr(packed, part) for part in ("qweight", "qzeros", "scales")}
+            values[f"{layer}.weight"] = made
+        entries = {
+            "quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": size, "sym": False,
+            "data_type": "int", "block_name_to_quantize": "model.layers", "autoround_version": "0.16.1",
+            "extra_config": {"model.layers.0.self_attn.k_proj": {"bits": 16}},
+        }  # fmt: skip
+        yield name, Case(stored, values, entries, "the layers that auto_round makes of its checkpoints, in float16")
 
 
 def mlx() -> Iterator[tuple[str, Case]]:
@@ -353,6 +397,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Iterator[tuple[str, Case]]]]] = {
     "autoawq": ("autoawq", autoawq),
     "gptqmodel": ("gptqmodel", gptqmodel),
     "autogptq": ("auto-gptq", autogptq),
+    "autoround": ("auto-round", autoround),
     "mlx": ("mlx", mlx),
     "compressed_tensors": ("compressed-tensors", compressed_tensors),
     "fbgemm": ("fbgemm-gpu-genai", fbgemm),
