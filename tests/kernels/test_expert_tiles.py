@@ -3,7 +3,6 @@ definition."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache, partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_on_cpu import compiled
 from op_samples.draw import Draw, Sample
 from op_samples.quantised import fp8, int8, mxfp4, nvfp4, packed
 from op_samples.quantised_experts import CLAMPED, Make, experts
@@ -29,7 +29,6 @@ FILE = "quantised_experts/tiles.cu"
 HOPPER = (9, 0)
 BLOCK_BYTES = (227 << 10, 113 << 10)
 """Shared memory that a block may have on Hopper, alone on a multiprocessor, and where there are two."""
-HERE = Path(__file__).parent
 
 
 def in_float32(make: Make) -> Make:
@@ -160,18 +159,13 @@ def test_it_compiles_for_hopper(make: Make, dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
     """Runs the kernels' source: the largest error of a variant, and the checksum of the first pair's row."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to compile the kernel's source for this CPU")
     folder = tmp_path_factory.mktemp("expert_tiles")
     (folder / "tiles.inc").write_text(plain_source(FILE), encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:
         program = folder / f"tiles{len(list(folder.iterdir()))}"
-        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-I{HERE}", *defines.split()]
-        subprocess.run([compiler, *flags, HERE / "expert_tiles_on_cpu.cpp", "-o", program], check=True)
-        return program
+        return compiled("expert_tiles_on_cpu.cpp", program, *defines.split())
 
     def execute(defines: str, tokens: int, ids: int, blocks: int) -> tuple[float, int]:
         numbers = (tokens, ids, blocks, BLOCK_BYTES["AT_ONCE=2" in defines])

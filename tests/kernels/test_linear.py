@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_on_cpu import compiled
 from plain_source import plain_source
 from torch.nn import functional
 
@@ -126,18 +126,12 @@ def test_as_much_is_on_its_way_as_there_is_room_for(stored: Stored, way: Way) ->
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
     """Runs the kernel's source: the largest error of a variant and the checksum of the first row's results."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to compile the kernel's source for this CPU")
-    folder, here = tmp_path_factory.mktemp("stream"), Path(__file__).parent
+    folder = tmp_path_factory.mktemp("stream")
     (folder / "stream.inc").write_text(plain_source(FILE), encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:
-        program = folder / f"stream{defines.replace(' ', '_')}"
-        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-I{here}", *defines.split()]
-        subprocess.run([compiler, *flags, here / "stream_on_cpu.cpp", "-o", program], check=True)
-        return program
+        return compiled("stream_on_cpu.cpp", folder / f"stream{defines.replace(' ', '_')}", *defines.split())
 
     def execute(
         rows: int, outputs: int, inputs: int, blocks: int, way: Way, lies: int = 0, defines: str = "",

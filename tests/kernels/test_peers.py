@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_on_cpu import compiled
 from gpu_ranks import CASES, NORMS, TURNS, add_up, given, norm_sums, wait_in_vain, weight_of
 from torch import multiprocessing
 
@@ -38,12 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_of_any_pace_add_up_on_a_cpu(folder: Path, ranks: int) -> None:
     """And where one is lost, the others' calls end."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to compile the kernels' source for this CPU")
-    program = folder / f"peers{ranks}"
-    flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-DRANKS={ranks}"]
-    subprocess.run([compiler, *flags, HERE / "peers_on_cpu.cpp", "-o", program], check=True)
+    program = compiled("peers_on_cpu.cpp", folder / f"peers{ranks}", f"-DRANKS={ranks}")
 
     done, left = (
         subprocess.run([program, "1", *more], capture_output=True, text=True, timeout=300) for more in ([], ["lost"])

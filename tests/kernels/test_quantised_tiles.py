@@ -3,7 +3,6 @@ definition."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_on_cpu import compiled
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
 from plain_source import plain_source
@@ -30,7 +30,6 @@ MULTIPROCESSOR_BYTES = 228 << 10
 """Of a multiprocessor, with 1 KiB for each block."""
 HOPPER = (9, 0)
 RECORDS = {record.name for record in records()}
-HERE = Path(__file__).parent
 
 
 # --- layers ------------------------------------------------------------------------------------------------------
@@ -158,18 +157,12 @@ def test_it_compiles_for_hopper(format: str) -> None:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
     """Runs the kernels' source: the largest error of a layer, and the checksum of the first row's results."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to compile the kernel's source for this CPU")
     folder = tmp_path_factory.mktemp("tiles")
     (folder / "tiles.inc").write_text(plain_source("quantised_linear/tiles.cu"), encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:
-        program = folder / f"tiles{defines.replace(' ', '_')}"
-        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-I{HERE}", *defines.split()]
-        subprocess.run([compiler, *flags, HERE / "tiles_on_cpu.cpp", "-o", program], check=True)
-        return program
+        return compiled("tiles_on_cpu.cpp", folder / f"tiles{defines.replace(' ', '_')}", *defines.split())
 
     def execute(
         kind: str, rows: int, most: int, outputs: int, inputs: int, *, blocks: int, apart: bool = False

@@ -3,7 +3,6 @@ the definition."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache, partial
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from compiled_on_cpu import compiled
 from op_samples.draw import Draw, Sample
 from op_samples.quantised import fp8, mxfp4, nvfp4, packed
 from op_samples.quantised_experts import CLAMPED, Make, experts
@@ -126,18 +126,13 @@ def test_it_compiles_for_hopper(make: Make, few: streamed.Few) -> None:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[float, int]]:
     """Runs the kernel's source: the largest error of a variant and the checksum of the first pair's row."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to compile the kernel's source for this CPU")
-    folder, here = tmp_path_factory.mktemp("experts"), Path(__file__).parent
+    folder = tmp_path_factory.mktemp("experts")
     (folder / "experts.inc").write_text(plain_source(FILE), encoding="utf-8")
 
     @cache
     def built(defines: str) -> Path:
         program = folder / f"experts{len(list(folder.iterdir()))}"
-        flags = ["-std=c++20", "-O2", "-Wno-unknown-pragmas", f"-I{folder}", f"-I{here}", *defines.split()]
-        subprocess.run([compiler, *flags, here / "experts_on_cpu.cpp", "-o", program], check=True)
-        return program
+        return compiled("experts_on_cpu.cpp", program, *defines.split())
 
     def execute(defines: str, tokens: int, ids: int, blocks: int) -> tuple[float, int]:
         numbers = (tokens, ids, blocks)

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
 import torch
+from compiled_on_cpu import compiled
 from plain_source import plain_source
 
 from precast.ir.graph import symbols
 from precast.kernels.records import Launch, Pointer, Stride
-
-_TESTS = Path(__file__).parents[1]
 
 
 class Source:
     """A file below `kernels`, for the emulation `program` of `tests/kernels`, which includes it as `name`.inc."""
 
     def __init__(self, folder: Path, file: str, program: str) -> None:
-        self._compiler = shutil.which("g++")
-        if self._compiler is None:
-            pytest.skip("needs g++ to compile the kernel's source for this CPU")
-        self._folder, self._program = folder, _TESTS / "kernels" / program
+        self._folder, self._program = folder, program
         self._built: dict[tuple[str, ...], ctypes.CDLL] = {}
         text = plain_source(file, memory="u32 memory[1];")
         (folder / program.replace("_on_cpu.cpp", ".inc")).write_text(text, encoding="utf-8")
@@ -65,8 +58,6 @@ class Source:
 
     def _library(self, defines: tuple[str, ...]) -> ctypes.CDLL:
         if defines not in self._built:
-            library = self._folder / f"{self._program.stem}{len(self._built)}.so"
-            flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas", f"-I{self._folder}"]
-            subprocess.run([self._compiler, *flags, *defines, self._program, "-o", library], check=True)
-            self._built[defines] = ctypes.CDLL(str(library))
+            library = self._folder / f"{self._program.removesuffix('.cpp')}{len(self._built)}.so"
+            self._built[defines] = ctypes.CDLL(str(compiled(self._program, library, "-shared", *defines)))
         return self._built[defines]
