@@ -1,11 +1,13 @@
 """Makes Triton's interpreter quicker, by leaving out work whose results it does not use, or had before.
 
 - It puts its own functions in the place of those of `triton.language` when a kernel is launched, and takes them back at
-  its end. In between it does the same again for each function that the kernel calls.
+  its end. In between it does the same again for each function that the kernel calls. Each of them takes its arguments
+  apart, and hands them on to one that looks whether the interpreter is among them.
 - It looks for overflows in sums and products of integers, but raises nothing where it finds one, as its `debug` is off.
 - Each result of each operation gets a type, whose shape it takes apart and checks, and names; shapes are few.
 - Each time that it asks for numpy's type of numbers it makes the whole table of them.
-- It looks what shape two tensors of one shape have together.
+- It looks what shape two tensors of one shape have together, and what type two numbers of one type have.
+- It makes a block of each number in each place where a block and a number meet; these are few as well.
 """
 
 from __future__ import annotations
@@ -42,15 +44,19 @@ class _Shape(NamedTuple):
 
 def install() -> None:
     """From now on, in this process. Another version's interpreter, without these functions, stays as it is."""
-    options = getattr(interpreter.interpreter_builder, "options", None)
+    options: Any = getattr(interpreter.interpreter_builder, "options", None)
     if getattr(options, "sanitize_overflow", False) and not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         _replace_once()
+    if hasattr(interpreter, "_patch_attr") and hasattr(interpreter, "interpreter_semantic"):
+        interpreter._patch_attr = _replace
     if hasattr(interpreter, "_get_np_dtype"):
         _keep_numpy_types()
     if vars(tl.block_type(tl.int32, [2])).keys() == {"element_ty", "shape", "numel", "name"}:
         _keep_shapes()
+        _keep_numbers()
+    tl.dtype.__eq__ = _is_equal
 
 
 def _replace_once() -> None:
@@ -64,6 +70,21 @@ def _replace_once() -> None:
         return _Scope(replace(function), replaced)
 
     interpreter._patch_lang = replace_once
+
+
+_ASKS = tl.core.builtin(lambda: None).__code__
+"""Of a function that looks for the interpreter among its arguments."""
+
+
+def _replace(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    semantic = interpreter.interpreter_semantic
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _ASKS else member
+
+    def call(*args: Any, **more: Any) -> Any:
+        more["_semantic"] = semantic
+        return function(*args, **more)
+
+    scope.set_attr(place, name, call)
 
 
 def _keep_numpy_types() -> None:
@@ -107,9 +128,42 @@ def _keep_shapes() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
     def broadcast_if_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        left, right = lhs.type, rhs.type
+        is_alike = right.is_block() and left.shape is right.shape if left.is_block() else not right.is_block()
+        return (lhs, rhs) if is_alike else broadcast(self, lhs, rhs)
 
     tl.block_type.__init__, tl.tensor.__init__ = new_type, new_tensor
     tl.semantic.TritonSemantic.broadcast_impl_value = broadcast_if_unlike
+
+
+def _keep_numbers() -> None:
+    """A block and a number, the same number as before, get the same block for it, which nobody may write to."""
+    check = tl.semantic.TritonSemantic.binary_op_type_checking_impl
+    kept: dict[tuple[type, float, str], Any] = {}
+
+    def check_if_unlike(self: Any, lhs: Any, rhs: Any, *allowed: bool, **more: bool) -> Any:
+        x, number = (lhs, rhs) if isinstance(lhs, tl.tensor) else (rhs, lhs)
+        # Pointers have rules of their own, and so have quotients, and what isn't arithmetic.
+        if more or len(allowed) > 2 or not isinstance(x, tl.tensor) or type(x.dtype) is not tl.dtype:
+            return check(self, lhs, rhs, *allowed, **more)
+        if isinstance(number, tl.tensor) and number.dtype is x.dtype:
+            return self.broadcast_impl_value(lhs, rhs)
+        if type(number) not in (int, float):
+            return check(self, lhs, rhs, *allowed)
+        key = (type(number), number, x.type.name)
+        if key not in kept:
+            found = check(self, lhs, rhs, *allowed)
+            if not any(each is x for each in found):  # it became another type
+                return found
+            kept[key] = found[1] if x is lhs else found[0]
+            kept[key].handle.data.setflags(write=False)
+        return (x, kept[key]) if x is lhs else (kept[key], x)
+
+    tl.semantic.TritonSemantic.binary_op_type_checking_impl = check_if_unlike
+
+
+_compare = tl.dtype.__eq__
+
+
+def _is_equal(self: tl.dtype, other: Any) -> bool:
+    return self is other or _compare(self, other)
