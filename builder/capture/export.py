@@ -18,6 +18,7 @@ import torch.export._trace as exporter
 from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import PreTrainedModel
 
@@ -85,6 +86,7 @@ def export(model: PreTrainedModel, max_seq_len: int) -> Exported:
         with (
             torch.no_grad(),
             _quick_and_quiet(),
+            _use_lazy_graph_module(True),  # nobody runs the graphs that the exporter has in between
             _results_kept(model),
             routed_attention(),
             routed_functions(model),

@@ -20,8 +20,12 @@ def op_name(target: Any) -> str:
 
 def op_counts(graph: FxGraph) -> Counter[str]:
     """How often each op stands in the graph. Picking one of several results is no operation."""
-    calls = (node.target for node in graph.nodes if node.op == "call_function")
-    return Counter(op_name(target) for target in calls if target is not operator.getitem)
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_function")
+    found = Counter[str]()
+    for target, count in calls.items():
+        if target is not operator.getitem:
+            found[op_name(target)] += count
+    return found
 
 
 def is_write(node: FxNode) -> bool:
