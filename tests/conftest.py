@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -52,3 +53,12 @@ def _fixed_torch_seed() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """A model is traced once for all the tests of this process that build it, where they aren't about the trace."""
+    from traced_once import traced_once
+
+    with traced_once():
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import click.testing
@@ -11,6 +12,13 @@ from recitation import MODEL, Command
 
 import precast
 from precast.cli.main import main
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once(request: pytest.FixtureRequest) -> None:
+    """Commands begin where a build has ended, or show it. Files that don't build don't import the builder."""
+    if "precast.builder.capture.capture" in sys.modules:
+        request.getfixturevalue("traced_once")
 
 
 @pytest.fixture(scope="session")

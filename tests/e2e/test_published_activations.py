@@ -201,6 +201,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     return maker({name: published.case for name, published in CASES.items()}, tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def half(made: Callable[[str], Made], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """Makes a case's bundle in bfloat16, once."""
+
+    @functools.cache
+    def make(name: str) -> Bundle:
+        return precast.build(made(name).checkpoints.stored, tmp_path_factory.mktemp("half") / "b", dtype="bfloat16")
+
+    return make
+
+
 def logits(bundle: Bundle, weights: Path, device: str = "cpu", **options: Any) -> torch.Tensor:
     with precast.load(bundle.path, weights=weights, device=device, cache_bytes=1 << 20, **options) as engine:
         return engine.logits(PROMPT)
@@ -313,14 +324,14 @@ def test_a_snapshot_holds_what_is_said_of_inputs(made: Callable[[str], Made], tm
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_hopper_has_kernels_that_round(case: str, tp: int, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_hopper_has_kernels_that_round(case: str, tp: int, half: Callable[[str], Bundle]) -> None:
     """Also where no torch would compute the definition; with a library that has scales, and with an older one.
 
     Few rows are the stream's where its kernels run, else Triton's.
     """
     target = GPU.without_torch
     older = target._replace(kinds=target.kinds - {"library 12.9"})
-    bundle = precast.build(made(case).checkpoints.stored, tmp_path / "b", dtype="bfloat16")
+    bundle = half(case)
     graph = bound(bundle.graph, {"rank": tp - 1, "tp": tp, "ep": 1})
     types, statics = types_in(graph.blocks[0]), statics_in(graph.blocks[0])
 
@@ -347,10 +358,11 @@ def fused_layers(case: str) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_norms_and_gates_round_for_hoppers_kernels(case: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_norms_and_gates_round_for_hoppers_kernels(
+    case: str, made: Callable[[str], Made], half: Callable[[str], Bundle]
+) -> None:
     """The same logits, bit for bit: here both are computed by the definitions."""
-    weights = made(case).checkpoints.stored
-    bundle = precast.build(weights, tmp_path / "b", dtype="bfloat16")
+    weights, bundle = made(case).checkpoints.stored, half(case)
     graph = unsharded(bundle.graph)
     expected = logits(bundle, weights)
 
