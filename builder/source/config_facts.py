@@ -15,6 +15,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
+from precast.builder.replaced import replaced
 from precast.builder.source.facts import decoder_way
 from precast.builder.source.source import CONFIG_ERRORS, Source
 from precast.ir.manifest import ConfigFacts, Fact
@@ -35,7 +36,8 @@ def config_facts(source: Source) -> ConfigFacts:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # about the changed copies
     try:
-        return _facts(source)
+        with replaced((PreTrainedConfig, "__repr__", object.__repr__)):  # which it makes for its log all the same
+            return _facts(source)
     finally:
         transformers.logging.set_verbosity(verbosity)
 
