@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).parents[1]
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wno-unknown-pragmas")
+_FLAGS = ("-std=c++20", "-Og", "-fPIC", "-Wno-unknown-pragmas")
 _HEADERS = (
     "algorithm", "cmath", "cstddef", "cstdio", "cstdlib", "cstring", "functional", "map", "memory", "random", "set",
     "sys/mman.h", "ucontext.h", "utility", "vector",
