@@ -64,7 +64,11 @@ def saved_tensors(model: PreTrainedModel, tied: Iterable[str]) -> dict[str, torc
     Raises BuildError("recipe-unsupported") for a conversion that transformers can't take back.
     """
     left_out = set(tied)
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    # A model that was traced has fake tensors, of which each view takes many times as long.
+    state = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items() if name not in left_out
+    }  # fmt: skip
     try:
         saved = loading.revert_weight_conversion(model, state)
     except NotImplementedError as error:
