@@ -563,7 +563,7 @@ _HELD = """
 
 Device memory of a model that is loaded for 8 sequences and 1,024 tokens a step, with 2 GiB of caches, without what a
 CUDA context takes by itself. What is held beside files and caches is room for a step; with four bits a weight as
-prompts multiply it is part of it, or 4,096 of its outputs.
+prompts multiply it is part of it, or 2,048 to 4,096 of its outputs.
 
 """
 _LOST = """

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from precast.builder.capture.routing import IMPLEMENTATION, current_trace
 from precast.builder.capture.shifts import delayed
+from precast.ir.errors import BuildError
 
 ops = torch.ops.precast
 
@@ -46,6 +47,13 @@ def _selected_whole_blocks(
     trace, size, rate = current_trace(), indexer.index_head_dim, indexer.compress_ratio
     if trace.max_seq_len // rate <= indexer.block_topk:
         return None
+    if indexer.block_topk < 1:
+        message = (
+            f"indexer_budget is {indexer.token_budget}, expected at least a block of {rate} (indexer_compress_ratio)"
+        )
+        raise BuildError(
+            "config-invalid", message, fix="correct indexer_budget or indexer_compress_ratio in the config"
+        )
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     q, k = indexer.index_qk_proj(hidden_states).split([indexer.index_n_heads * size, size], dim=-1)
     q = indexer.q_layernorm(q.reshape(1, hidden_states.shape[1], -1, size))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from precast.builder.capture.routing import current_trace
+from precast.ir.errors import BuildError
 
 ops = torch.ops.precast
 
@@ -21,6 +22,9 @@ def _rows_of_ngrams(module: Any, input_ids: torch.Tensor, *_: Any, **__: Any) ->
     Ids are delayed as float32, which has all that a vocabulary has.
     """
     scope, end = sys.modules[type(module).__module__], module.eos_token_id
+    if end is None:
+        message = "the config has embeddings of n-grams (ple_layer_ids) and no eos_token_id, before which n-grams end"
+        raise BuildError("config-invalid", message, fix="add eos_token_id to the config")
     before = _tokens_before(input_ids - end, module.context_len)
     tokens = [input_ids, *((each + end).to(torch.int64) for each in before)]
     factors = scope._build_layer_multipliers(

@@ -508,6 +508,7 @@ _INTEGERS: dict[str, Check] = {
     "super_group_size": _one_of(None), "rotation_config": _one_of(None, {}), "sym": _one_of(True, False, None),
 }  # fmt: skip
 """What AutoRound says of all layers, or of one, beside bits and groups: weights are integers, inputs as they are."""
+_ANYTHING = Check(lambda value: True, "anything")
 _OF_INPUTS = frozenset(("act_data_type", "act_group_size", "act_sym", "act_dynamic"))
 """What it says of inputs, which is nothing where these stay as they are."""
 
@@ -597,16 +598,17 @@ _FOLDED = Check(quark_options.is_folded, quark_options.FOLDED)
 
 _SAYS_NOTHING = frozenset(
     # of how a checkpoint was made, how it is computed with, and what becomes of activations and caches
-    ("act_group_aware", "activation_scale_ub", "activation_scheme", "autoround_version", "backend", "batch_size",
+    ("act_group_aware", "activation_scale_ub", "activation_scheme", "amp", "autoround_version", "backend", "batch_size",
      "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize",
-     "desc_act", "disable_exllama", "do_fuse", "enable_quanted_input", "exllama_config", "fuse_max_seq_len",
-     "global_compression_ratio", "is_marlin_format", "iters", "kv_cache_post_rope", "kv_cache_quant_algo",
-     "kv_cache_quant_config", "kv_cache_scheme", "low_gpu_mem_usage", "max_input_length", "meta",
-     "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+     "desc_act", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning",
+     "enable_quanted_input", "exllama_config", "fuse_max_seq_len", "global_compression_ratio",
+     "gradient_accumulate_steps", "is_marlin_format", "iters", "kv_cache_post_rope", "kv_cache_quant_algo",
+     "kv_cache_quant_config", "kv_cache_scheme", "low_gpu_mem_usage", "lr", "max_input_length", "meta", "minmax_lr",
+     "model_file_base_name", "model_free", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
      "modules_in_block_to_quantize", "modules_to_fuse", "mse", "nsamples",
      "pad_token_id", "parallel_packing", "producer", "provider", "quant_mode", "quantization_status", "quantized_by",
-     "quantizer", "run_compressed", "seqlen", "static_groups", "sym", "tokenizer", "true_sequential", "uri",
-     "use_cuda_fp16", "use_exllama", "use_optimized_inference", "version")
+     "quantizer", "run_compressed", "seqlen", "static_groups", "supported_types", "sym", "tokenizer", "true_sequential",
+     "uri", "use_cuda_fp16", "use_exllama", "use_optimized_inference", "version")
 )  # fmt: skip
 """Options that say nothing about the stored tensors, in methods that don't list them as their own."""
 
@@ -657,6 +659,9 @@ _KNOWN: dict[str, dict[str, Check]] = {
     "auto-round": {
         "packing_format": _one_of(*AUTO_ROUND), "bits": _one_of(4, 8), "group_size": _group_size,
         "block_name_to_quantize": _begins, "extra_config": _integers_by_layer, **_INTEGERS,
+        "modules_in_block_to_quantize": _one_of(None, []), "quant_lm_head": _one_of(False, None),
+        "regex_config": _one_of(None, {}), "scale_dtype": _one_of(None, "fp16", "float16", "torch.float16"),
+        **dict.fromkeys(_OF_INPUTS, _ANYTHING),
     },
     "mlx": {"bits": _one_of(4, 8), "group_size": _one_of(32, 64, 128), "mode": _one_of("affine")},
 }  # fmt: skip

@@ -179,16 +179,17 @@ def _mixed(of: Ranges) -> Range:
     return Range(0, (1 << max(each.high for each in of.values()).bit_length()) - 1)
 
 
-def _remainder(of: Ranges) -> Range:
-    """Of the sign of what is divided by, and nearer to 0."""
-    return Range(min(of["other"].low + 1, 0), max(of["other"].high - 1, 0))
+def _remainder(of: Ranges) -> Range | None:
+    """Of the sign of what is divided by, and nearer to 0. By 0 it may be anything on a GPU."""
+    low, high = of["other"]
+    return None if low <= 0 <= high else Range(min(low + 1, 0), max(high - 1, 0))
 
 
 def _difference(a: Range, b: Range) -> Range:
     return Range(a.low - b.high, a.high - b.low)
 
 
-_ARITHMETIC: dict[str, Callable[[Ranges], Range]] = {
+_ARITHMETIC: dict[str, Callable[[Ranges], Range | None]] = {
     "aten.add.Tensor": lambda of: Range(of["self"].low + of["other"].low, of["self"].high + of["other"].high),
     "aten.sub.Tensor": lambda of: _difference(of["self"], of["other"]),
     "aten.rsub.Scalar": lambda of: _difference(of["other"], of["self"]),

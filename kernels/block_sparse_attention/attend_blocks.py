@@ -74,8 +74,8 @@ def _seen(selected: torch.Tensor, queries: torch.Tensor, held: Held, by: Blocks)
         chosen = torch.cat((chosen, tails.expand(-1, chosen.shape[1], 1)), dim=-1)
     chosen = torch.where(chosen <= (queries // by.block_size)[:, None, None], chosen, -1)
     highest = functional.pad(chosen, (1, 0), value=-1).cummax(dim=-1).values[..., :-1]
-    is_own = (chosen > highest) & (chosen >= held.start // by.block_size)
-    chosen = torch.where(is_own, chosen - held.start // by.block_size, last)
+    place = chosen - held.start // by.block_size
+    chosen = torch.where((chosen > highest) & (place >= 0) & (place < last), place, last)
     kept = torch.zeros((*chosen.shape[:2], last + 1), dtype=torch.bool, device=selected.device)
     kept.scatter_(-1, chosen, True)
     return kept[..., blocks] & (positions <= queries[:, None])[:, None]

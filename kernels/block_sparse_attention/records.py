@@ -37,14 +37,16 @@ def _selected(use: Use, keys: Expr, kept: str) -> Expr:
 
 def _attended(use: Use, keys: Expr, kept: tuple[str, str]) -> Expr:
     """A sequence's keys and values, gathered and widened; some queries' scores and shares of them, and which they
-    see."""
+    see, by copies of what is selected."""
     tokens, heads = use.shape("q")[1:3]
     width = wide(use.operands["q"])
     pairs = _at_a_time(mul(tokens, heads), heads, keys)
     row = add(*(mul(*use.shape(name)[2:], 2 * width + 2 * use.width(name)) for name in kept))
     result = mul(2 * width, tokens, heads, use.shape(kept[1])[3])
     queries = mul(copied(use.operands["q"]) + width, numbers(use.operands["q"]))
-    return add(mul(keys, row), mul(5 * width + 2, pairs), mul(16, keys), result, queries, mul(64, tokens))
+    groups, count = use.shape("selected")[2:]
+    chosen = mul(48, tokens, groups, add(count, 1))
+    return add(mul(keys, row), mul(5 * width + 2, pairs), mul(16, keys), result, queries, mul(64, tokens), chosen)
 
 
 def _at_a_time(rows: Expr, heads: Expr, keys: Expr) -> Expr:

@@ -45,9 +45,9 @@ _SUM_BLOCK = 1024
 _VALUES_AT_ONCE, _WORDS_AT_ONCE = (32, 128), (32, 32)
 """Outputs and inputs, or outputs and words of these, of which a program makes values."""
 _WHOLE_BYTES, _LEAST_OUTPUTS, _MOST_OUTPUTS = 64 << 20, 2048, 4096
-"""Bytes of a weight's values above which it is made and multiplied in parts, and outputs of a part. With 300 to 8,192
-tokens a weight of 28,672 outputs took 22 % less to 7 % more time in parts of 4,096 than whole (H100); parts of 512 and
-1,024 of one with 4,096 took up to twice as long."""
+"""Bytes of a weight's values above which it is made and multiplied in parts, and outputs of a part: the fewer where the
+most would be above it, too. With 300 to 8,192 tokens a weight of 28,672 outputs took 22 % less to 7 % more time in
+parts of 4,096 than whole (H100); parts of 512 and 1,024 of one with 4,096 took up to twice as long."""
 _ALIGNED = 256
 """Bytes that each part of a workspace is a multiple of."""
 ROWS = (16, 32, 96, 256)

@@ -228,6 +228,22 @@ def test_with_a_tail_a_query_sees_what_follows_its_last_whole_block() -> None:
         torch.testing.assert_close(found[0, token], shares @ v[0, kept, 0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tail", [False, True])
+def test_keys_that_a_page_list_has_no_pages_for_are_none(tail: bool) -> None:
+    """The last query is at position 29, and of 30 keys the first 16 are there."""
+    sample = paged_block_sparse_sample(
+        Draw(torch.float32, CPU), [(1, 30)], count=4, block_size=4, page_size=4, **SHAPE, tail=tail
+    )
+    short = {"page_indices": sample["page_indices"][:4], "page_indptr": torch.tensor([0, 4], dtype=torch.int32)}
+    selected = torch.tensor([0, 1, 2, 7], dtype=torch.int32).expand(1, 1, 3, 4)
+
+    found, expected = (
+        paged_block_sparse_attention(**sample | short | {"selected": each}) for each in (selected, selected[..., :3])
+    )
+
+    assert torch.equal(found, expected)
+
+
 def test_a_tail_that_is_selected_too_is_seen_once() -> None:
     torch.manual_seed(1)
     q, k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 1, 4), torch.randn(1, 5, 1, 4)

@@ -32,7 +32,7 @@ MODEL = together(
     ),
     click.option(
         "--activations", default="published", show_default=True,
-        help="Inputs of layers with quantised weights: rounded as the config says (published), or not (none).",
+        help="Inputs of layers in 8 bits or less: rounded as the config or --quantise says (published), or not (none).",
     ),
     click.option(
         "--quantise", metavar="FORMAT",

@@ -22,12 +22,13 @@ _FEW_BITS = 8
 
 
 def auto_round(model: PreTrainedModel, options: Quantised) -> Scheme:
-    """Linear layers whose names begin as `block_name_to_quantize` says, or all in layers; not those that `extra_config`
-    gives 16 bits. Groups are of neighbours, and zeros of GPTQ's packing are stored less 1.
+    """Linear layers whose names begin as `block_name_to_quantize` says, or all in layers, and those that `extra_config`
+    names; not those that it gives 16 bits. Groups are of neighbours, and zeros of GPTQ's packing are stored less 1.
     """
     packing = options.entries["packing_format"]
     method, blocks = AUTO_ROUND[packing], _blocks(options.get("block_name_to_quantize", None))
     names, own = config_names(model), _own(model, options)
+    named = (options.get("extra_config", None) or {}).keys()
 
     @functools.cache
     def packed(bits: int, size: int) -> Scheme:
@@ -43,7 +44,8 @@ def auto_round(model: PreTrainedModel, options: Quantised) -> Scheme:
 
     def holds(weight: Weight) -> bool:
         bits, size = sizes(weight)
-        inside = blocks is None or any(name.startswith(blocks) for name in names(weight.module, weight.stem))
+        found = names(weight.module, weight.stem)
+        inside = blocks is None or any(name.startswith(blocks) or name in named for name in found)
         return bits <= _FEW_BITS and inside and packed(bits, size).holds(weight)
 
     def recipe(weight: Weight) -> Recipe:
@@ -54,7 +56,7 @@ def auto_round(model: PreTrainedModel, options: Quantised) -> Scheme:
             raise refuse_groups(options.method, weight.name, weight.shape[-1], size)
         return packed(bits, size).recipe(weight)
 
-    if own(("lm_head",)).get("bits", 16) <= _FEW_BITS:
+    if (head := own(("lm_head",))) and {**options.entries, **head}["bits"] <= _FEW_BITS:
         raise refuse(options.method, "a head of few bits (lm_head)")
     return Scheme(options.method, holds, recipe, ())
 

@@ -35,7 +35,7 @@ PROMPTS = ([5, 9, 70, 33, 12, 88, 3, 41, 100, 7, 64, 20, 11], [17], [99, 4, 4, 1
 MULTIPLIERS = [0.5, 1.5, 0.25, 2.0, 0.75]
 
 INKLING = {"rel_extent": 5, "sliding_window_size": 4, "log_scaling_n_floor": 3}
-NGRAMS = {"indexer_budget": 64, "ple_layer_ids": [1, 3], "eos_token_id": 4, "ple_embed_dim": 48}
+NGRAMS = {"indexer_budget": 64, "ple_layer_ids": [1, 2], "eos_token_id": 4, "ple_embed_dim": 48}
 WINDOWS = ["sliding_attention"] * 6
 MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     # type, what differs from its small default config, the ops that it must come to
@@ -168,6 +168,19 @@ def test_keys_that_are_chosen_by_their_bias_are_refused() -> None:
         captured(config, max_seq_len=64)
     assert refused.value.code == "feature-unsupported"
     assert "max_seq_len of at most 48" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ({"ple_layer_ids": [1], "eos_token_id": None}, "no eos_token_id"),
+        ({"indexer_budget": 3, "indexer_compress_ratio": 4}, "indexer_budget is 3, expected at least a block of 4"),
+    ],
+)
+def test_configs_of_qwen4_exp_that_say_too_little(differs: dict[str, Any], message: str) -> None:
+    with pytest.raises(BuildError, match=message) as refused:
+        captured(small("qwen4_exp_text", **differs))
+    assert refused.value.code == "config-invalid"
 
 
 def test_patches_whose_bytes_say_how_long_they_are_are_refused() -> None:

@@ -39,7 +39,12 @@ ROWS = [
     ("%r = aten.bitwise_xor.Tensor(self=%w, other=%w)", (0, 255)),
     ("%r = aten.bitwise_xor.Tensor(self=%x, other=%y)", ALL),
     ("%r = aten.remainder.Tensor(self=%x, other=%y)", (0, 6)),
-    ("%r = aten.remainder.Tensor(self=%y, other=%x)", (-1, 2)),
+    ("%n = aten.rsub.Scalar(self=%y, other=0) %r = aten.remainder.Tensor(self=%x, other=%n)", (-6, 0)),
+    ("%one = aten.full_like.default(self=%y, fill_value=1) %r = aten.remainder.Tensor(self=%y, other=%one)", (0, 0)),
+    # by 0 it may be anything
+    ("%r = aten.remainder.Tensor(self=%y, other=%x)", ALL),
+    ("%z = aten.mul.Tensor(self=%y, other=0) %r = aten.remainder.Tensor(self=%y, other=%z)", ALL),
+    ("%z = aten.sub.Tensor(self=%y, other=5) %r = aten.remainder.Tensor(self=%y, other=%z)", ALL),
     # what leaves the type may be anything
     ("%r: int8[1, T, 9] = aten.to.dtype(self=%w, dtype=int8)", INT8),
     ("%r = aten.mul.Tensor(self=%y, other=2305843009213693952)", ALL),
@@ -108,6 +113,7 @@ TORCH = {
     "aten.sub.Tensor(self={0}, other={1})": torch.sub,
     "aten.mul.Tensor(self={0}, other={1})": torch.mul,
     "aten.bitwise_xor.Tensor(self={0}, other={1})": torch.bitwise_xor,
+    "aten.remainder.Tensor(self={0}, other=%y)": lambda a, b: torch.remainder(a, Y),
     "aten.minimum.default(self={0}, other={1})": torch.minimum,
     "aten.maximum.default(self={0}, other={1})": torch.maximum,
     "aten.rsub.Scalar(self={0}, other=3)": lambda a, b: 3 - a,

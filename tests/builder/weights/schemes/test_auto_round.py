@@ -90,10 +90,35 @@ def test_blocks_that_are_quantised(blocks: Any, tmp_path: Path) -> None:
     check(config_of("llama"), WRITTEN | {"block_name_to_quantize": blocks}, quantise, tmp_path)
 
 
+def test_what_is_named_is_quantised_outside_of_the_blocks_too(tmp_path: Path) -> None:
+    own = "model.layers.0.mlp.up_proj"
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        inside = linear(name) and ("layers.1." in name or name.startswith(own))
+        size = 16 if name.startswith(own) else 32
+        return packed("auto_round:auto_gptq", name.removesuffix(".weight"), tensor, size) if inside else None
+
+    extra = {"extra_config": {own: {"group_size": 16}, ".*gate_proj": {"group_size": 32}}}
+    check(config_of("llama"), WRITTEN | extra | {"block_name_to_quantize": "model.layers.1"}, quantise, tmp_path)
+
+
 def recipes_of(entries: dict[str, Any]) -> dict[str, Any]:
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config_of("llama"))
     return dict(ModelCheckpoint(meta, entries).recipes(meta.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"lr": 0.01, "minmax_lr": None, "amp": True, "gradient_accumulate_steps": 2, "enable_minmax_tuning": False},
+        {"act_bits": 16, "act_data_type": "float", "act_sym": True, "act_group_size": 128, "act_dynamic": True},
+        {"model_free": True, "supported_types": ["Linear"], "quant_lm_head": False, "regex_config": {}},
+        {"scale_dtype": "torch.float16", "modules_in_block_to_quantize": None},
+    ],
+)
+def test_what_says_nothing_of_tensors(entries: dict[str, Any]) -> None:
+    assert recipes_of(WRITTEN | entries) == recipes_of(WRITTEN)
 
 
 def test_all_layers_where_no_blocks_are_named() -> None:
@@ -119,6 +144,9 @@ def test_all_layers_where_no_blocks_are_named() -> None:
         ({"extra_config": {"model.layers.0.mlp.up_proj": {"tool": 8}}}, "extra_config"),
         ({"extra_config": {"(": {"bits": 16}}}, "no regular expression"),
         ({"extra_config": {"lm_head": {"bits": 4}}}, "lm_head"),
+        ({"extra_config": {"lm_head": {"group_size": 16}}}, "lm_head"),
+        ({"modules_in_block_to_quantize": ["self_attn.q_proj"]}, "modules_in_block_to_quantize"),
+        ({"quant_lm_head": True}, "quant_lm_head"),
         ({"packing_format": "auto_round:auto_awq", "bits": 8}, "8 bits in auto_round:auto_awq"),
         ({"rotation_config": {"hadamard_type": "random"}}, "rotation_config"),
     ],
