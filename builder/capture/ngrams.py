@@ -45,8 +45,6 @@ def _rows_of_ngrams(module: Any, input_ids: torch.Tensor, *_: Any, **__: Any) ->
 
 def _tokens_before(ids: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Of ids [1, T] that are 0 where a text ends, those of the tokens before each, as far as the text goes; then 0."""
-    if count == 0:
-        return []
     taps = torch.eye(count, count + 1).flip(0)
     x = ids.to(torch.float32)[..., None].expand(-1, -1, count)
     found = ops.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="none").unbind(-1)

@@ -8,7 +8,7 @@ Key j is seen by head h of query i iff j <= i, and block j // block_size is in `
 heads share what is selected. i and j are positions in the sequence. They are selected in ascending order: an entry of
 `selected` that is no number of one of the query's blocks is passed over, as is one that isn't larger than all numbers
 before it. With a `tail` query i sees its last block besides, (i + 1) // block_size, unless i ends a block: then it has
-whole blocks alone. A query that sees no key gives zeros.
+whole blocks alone. A query that sees no key gives zeros; one at a position after the last key is taken for one there.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def attend_blocks(
     out = q.new_zeros((len(q), heads, held.v.shape[2]))
     if len(held.k) == 0:
         return out
+    queries = queries.clamp(max=held.start + len(held.k) - 1)
     wide = widened(q)
     keys, values = held.k.to(wide.dtype), held.v.to(wide.dtype)
     step = max(MAX_SCORES // max(heads * len(keys), 1), 1)

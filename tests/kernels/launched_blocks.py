@@ -198,6 +198,19 @@ def test_entries_that_are_no_blocks_are_passed_over(block_size: int, tail: bool,
     agrees(PAGED_BLOCK_SPARSE_ATTENTION, sample | {"selected": entries.expand(1, 3, 3, 8)}, same)
 
 
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("block_size", [4, 5])
+def test_page_lists_that_are_too_short(block_size: int, tail: bool, same: Same) -> None:
+    sample = samples.paged_block_sparse_sample(
+        Draw(torch.float32, DEVICE), [(2, 30)], count=4, block_size=block_size, page_size=3, tail=tail, **TINY
+    )
+    bounds = torch.tensor([0, 6], dtype=torch.int32, device=DEVICE)
+    entries = torch.tensor([0, 5, 1, 2], dtype=torch.int32, device=DEVICE)
+    short = {"page_indices": sample["page_indices"][:6], "page_indptr": bounds, "selected": entries.expand(1, 2, 3, 4)}
+
+    agrees(PAGED_BLOCK_SPARSE_ATTENTION, sample | short, same)
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("block_size", [4, 8])
 def test_sizes_of_qwen(dtype: torch.dtype, block_size: int, same: Same) -> None:

@@ -230,18 +230,20 @@ def test_with_a_tail_a_query_sees_what_follows_its_last_whole_block() -> None:
 
 @pytest.mark.parametrize("tail", [False, True])
 def test_keys_that_a_page_list_has_no_pages_for_are_none(tail: bool) -> None:
-    """The last query is at position 29, and of 30 keys the first 16 are there."""
+    """The query is at position 29, and of 30 keys the first 15 are there: it is taken for one at position 14."""
     sample = paged_block_sparse_sample(
-        Draw(torch.float32, CPU), [(1, 30)], count=4, block_size=4, page_size=4, **SHAPE, tail=tail
+        Draw(torch.float32, CPU), [(1, 30)], count=4, block_size=4, page_size=3, **SHAPE, tail=tail
     )
-    short = {"page_indices": sample["page_indices"][:4], "page_indptr": torch.tensor([0, 4], dtype=torch.int32)}
-    selected = torch.tensor([0, 1, 2, 7], dtype=torch.int32).expand(1, 1, 3, 4)
+    short = {"page_indices": sample["page_indices"][:5], "page_indptr": torch.tensor([0, 5], dtype=torch.int32)}
+    selected = torch.tensor([0, 7, 1, 2], dtype=torch.int32).expand(1, 1, 3, 4)
+    there = short | {"kv_lens": torch.tensor([15], dtype=torch.int32)}
 
     found, expected = (
-        paged_block_sparse_attention(**sample | short | {"selected": each}) for each in (selected, selected[..., :3])
+        paged_block_sparse_attention(**sample | pages | {"selected": selected}) for pages in (short, there)
     )
 
     assert torch.equal(found, expected)
+    assert found.any()
 
 
 def test_a_tail_that_is_selected_too_is_seen_once() -> None:
