@@ -48,7 +48,7 @@ CHUNK = 7
 TOLERANCE = 1e-4
 """Of logits in float32, relative: the norm of the difference over the norm of what transformers gives."""
 
-_CACHE_BYTES = 1 << 22
+_CACHE_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from precast.builder.capture.export import Exported, export
 from precast.builder.capture.factory import make_module, make_whole, materialise_buffers
@@ -133,6 +133,12 @@ def _share_constants(graph: FxGraph, ctx: PassContext) -> None:
             del ctx.constants[node.name]
 
 
+def _num_layers(text: PreTrainedConfig) -> int:
+    """Of all parts, where a decoder is made of several with layers of their own."""
+    own = getattr(text, "num_hidden_layers", None)
+    return int(own) if own is not None else sum(_num_layers(getattr(text, name)) for name in text.sub_configs)
+
+
 def _model_info(source: Source, module: PreTrainedModel, options: Options) -> ModelInfo:
     config = source.config
     text = config.get_text_config()
@@ -142,7 +148,7 @@ def _model_info(source: Source, module: PreTrainedModel, options: Options) -> Mo
         dtype=options.dtype,  # type: ignore[arg-type]
         vocab_size=int(text.vocab_size),
         max_seq_len=options.max_seq_len,
-        num_layers=int(text.num_hidden_layers),
+        num_layers=_num_layers(text),
         num_parameters=sum(p.numel() for p in module.parameters()),
         eos_token_ids=source.facts.eos_token_ids,
         bos_token_id=source.facts.bos_token_id,

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from precast.builder.capture.attentions import ATTENTIONS
+from precast.builder.capture.byte_patches import BYTE_PATCHES
 from precast.builder.capture.mixtures import MIXTURES
 from precast.builder.capture.ngrams import NGRAMS
 from precast.builder.capture.routing import EXTRA_ELEMENTS, current_trace
@@ -208,19 +209,6 @@ _LARGEST_GATE = 30.0
 """Exponentials of it, and sums of them, are far from the largest float32."""
 
 
-# --- BLT ---------------------------------------------------------------------------------------------------------
-
-
-def _patches_of_bytes(*_: Any, **__: Any) -> torch.Tensor:
-    """Refused: the layers in the middle take a step for each patch, and a small model says where patches end."""
-    raise BuildError(
-        "feature-unsupported",
-        "BLT joins bytes to patches, and what the bytes are decides how long a patch is: precast's steps are of tokens "
-        "alone, which all layers take",
-        fix="serve it with transformers",
-    )
-
-
 _ROUTES: dict[str, tuple[str, Callable[..., Any]]] = {
     # the module's class -> its method, and what is traced in its place
     "MiniMaxLightningAttention": ("forward", _lightning_attention),
@@ -231,8 +219,8 @@ _ROUTES: dict[str, tuple[str, Callable[..., Any]]] = {
     "RwkvSelfAttention": ("forward", _rwkv_attention),
     "RwkvFeedForward": ("forward", _rwkv_feed_forward),
     "xLSTMBackend": ("forward", _exponential_memory),
-    "BltModel": ("forward", _patches_of_bytes),
     **ATTENTIONS,
+    **BYTE_PATCHES,
     **MIXTURES,
     **NGRAMS,
 }

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from precast.builder.capture.routing import current_trace
+from precast.builder.capture.shifts import ids_before
 from precast.ir.errors import BuildError
 
 ops = torch.ops.precast
@@ -17,10 +18,7 @@ ops = torch.ops.precast
 
 def _rows_of_ngrams(module: Any, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """The rows of n-grams that end at each token: hashes of it and the tokens before it, up to the last that ends a
-    text, which stands before a sequence's first token too.
-
-    Ids are delayed as float32, which has all that a vocabulary has.
-    """
+    text, which stands before a sequence's first token too."""
     scope, end = sys.modules[type(module).__module__], module.eos_token_id
     if end is None:
         message = "the config has embeddings of n-grams (ple_layer_ids) and no eos_token_id, before which n-grams end"
@@ -45,9 +43,7 @@ def _rows_of_ngrams(module: Any, input_ids: torch.Tensor, *_: Any, **__: Any) ->
 
 def _tokens_before(ids: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Of ids [1, T] that are 0 where a text ends, those of the tokens before each, as far as the text goes; then 0."""
-    taps = torch.eye(count, count + 1).flip(0)
-    x = ids.to(torch.float32)[..., None].expand(-1, -1, count)
-    found = ops.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="none").unbind(-1)
+    found = ids_before(ids, count)
     kept = [found[0]]
     for each in found[1:]:
         kept.append(torch.where(kept[-1] == 0, torch.zeros_like(each), each))

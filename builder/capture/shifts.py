@@ -13,3 +13,12 @@ def delayed(x: torch.Tensor, by: int) -> torch.Tensor:
         return x
     taps = torch.eye(1, by + 1, dtype=x.dtype).expand(x.shape[2], by + 1)
     return torch.ops.precast.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="none")
+
+
+def ids_before(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Of `ids` [1, T], those of the tokens 1 to `count` before each, 0 before a sequence's first; float32, which has
+    all that a vocabulary has."""
+    taps = torch.eye(count, count + 1).flip(0)
+    x = ids.to(torch.float32)[..., None].expand(-1, -1, count)
+    found = torch.ops.precast.causal_conv(x, taps, None, current_trace().cu_seqlens, activation="none")
+    return found.unbind(-1)

@@ -16,18 +16,23 @@ from precast.kernels.stateful.walks import Slots, computed_in, together
 def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
     joined = joining(kind)
 
-    def batch(x: torch.Tensor, loss: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(
+        x: torch.Tensor, loss: torch.Tensor, is_there: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         factor = 1 - loss
-        h = torch.cat((joined(factor[:, :1] * state[:, None], x[:, :1]), x[:, 1:]), 1)
+        if kind == "max":
+            x = x.masked_fill(is_there == 0, float("-inf"))
+        h = torch.cat((joined(factor[:, :1], state[:, None], x[:, :1]), x[:, 1:]), 1)
         reach = 1
         while reach < h.shape[1]:
-            h = torch.cat((h[:, :reach], joined(factor[:, reach:] * h[:, :-reach], h[:, reach:])), 1)
+            h = torch.cat((h[:, :reach], joined(factor[:, reach:], h[:, :-reach], h[:, reach:])), 1)
             factor = torch.cat((factor[:, :reach], factor[:, reach:] * factor[:, :-reach]), 1)
             reach *= 2
         return h, h[:, -1]
 
-    # After a shorter sequence's end 1 - factor is 0, as x is, and the state stays what it is.
-    return together(batch, (x, 1 - factor.to(computed_in(x))), x.new_zeros(x.shape), held)
+    # After a shorter sequence's end 1 - factor is 0, and x adds nothing: the state stays what it is.
+    is_there = torch.ones_like(x[..., :1])
+    return together(batch, (x, 1 - factor.to(computed_in(x)), is_there), x.new_zeros(x.shape), held)
 
 
 linear_recurrence, stateful_linear_recurrence = forms("linear_recurrence", _scan)

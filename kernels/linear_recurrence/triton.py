@@ -15,8 +15,9 @@ from precast.kernels.triton_chain import wait_for_previous
 @triton.jit
 def _stepped(state, x, factor, IS_SUM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The next state [C], which is the token's result."""
-    state *= factor.to(tl.float32)
-    return state + x.to(tl.float32) if IS_SUM else tl.maximum(state, x.to(tl.float32))
+    factor, x = factor.to(tl.float32), x.to(tl.float32)
+    state *= factor
+    return state + x if IS_SUM else tl.where(factor == 0, x, tl.maximum(state, x))
 
 
 @triton.jit

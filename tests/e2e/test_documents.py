@@ -54,7 +54,7 @@ OPS = {op.partition("@")[0] for op in json.loads((ROOT / "tests" / "ir" / "schem
 FOLDERS = ("api", "benchmarks", "builder", "docs", "examples", "ir", "kernels", "loader", "tests", ".ci")
 
 
-MADE = ("dump/", "centred/", "blt/", "application/")
+MADE = ("dump/", "centred/", "application/")
 """Folders that the pages' own commands and examples make, and the media types."""
 _PATH = re.compile(
     rf"({'|'.join(map(re.escape, FOLDERS))})/[\w./-]*|[\w.-]+/[\w./-]*\.(py|md|json|toml|txt|jinja|safetensors)"

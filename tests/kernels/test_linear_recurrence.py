@@ -52,6 +52,19 @@ def test_the_largest_by_hand(scan: Callable[..., torch.Tensor]) -> None:
 
 
 @each_form
+def test_the_largest_since_a_factor_of_nothing_by_hand(scan: Callable[..., torch.Tensor]) -> None:
+    # Two sequences, of which the shorter ends in a state below zero.
+    x = torch.tensor([-3.0, -1.0, -2.0, -5.0, -4.0]).view(1, 5, 1)
+    factor = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]).view(1, 5, 1)
+    state = torch.tensor([[8.0], [6.0]])
+
+    y = scan(x, factor, state, i32(1, 0), i32(0, 2, 5), i32(2, 9), kind="max")
+
+    assert y.flatten().tolist() == [-3.0, -1.0, 8.0, -5.0, -4.0]
+    assert state.flatten().tolist() == [-4.0, -1.0]
+
+
+@each_form
 def test_other_kinds_are_refused(scan: Callable[..., torch.Tensor]) -> None:
     x = torch.ones(1, 2, 1)
 

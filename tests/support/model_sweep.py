@@ -52,6 +52,7 @@ _QWEN4_EXP = {
 }  # fmt: skip
 COMPLETIONS: dict[str, dict[str, Any]] = {
     # transformers' own default config makes no model, or one without what the type is about; checkpoints say these
+    "blt": {"patching_threshold": 4.1},  # of a small model, half of whose bytes are no end of a patch then
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 10,

@@ -58,6 +58,9 @@ MODELS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("qwen4_exp_text", NGRAMS, {"precast.causal_conv", "precast.embedding", "aten.bitwise_xor.Tensor"}),
     ("qwen4_exp_text", {**NGRAMS, "ngram_size": 4, "ple_conv_kernel_size": 2}, {"aten.bitwise_xor.Tensor"}),
     ("qwen4_exp_text", {**NGRAMS, "ngram_size": 2}, {"aten.bitwise_xor.Tensor"}),
+    ("blt", {}, {"precast.attention", "precast.linear_recurrence", "precast.causal_conv"}),
+    ("blt", {"patching_threshold": 100.0, "encoder_hash_byte_group_nb_functions": 2}, {"precast.attention"}),
+    ("blt", {"patching_threshold": 0.0, "encoder_hash_byte_group_size": [2]}, {"precast.attention"}),
     ("inkling_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.experts", "precast.route"}),
     ("inkling2_text", INKLING, {"precast.attention", "precast.causal_conv", "precast.grouped_linear"}),
     ("deepseek_v4", {"layer_types": WINDOWS, "mlp_layer_types": ["moe"] * 6}, {"precast.entry_attention"}),
@@ -183,10 +186,40 @@ def test_configs_of_qwen4_exp_that_say_too_little(differs: dict[str, Any], messa
     assert refused.value.code == "config-invalid"
 
 
-def test_patches_whose_bytes_say_how_long_they_are_are_refused() -> None:
-    with pytest.raises(BuildError, match="what the bytes are decides how long a patch is") as refused:
-        captured(small("blt"))
-    assert refused.value.code == "feature-unsupported"
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"encoder_config": {"cross_attn_all_layers": True, "num_hidden_layers": 2}},
+        {"decoder_config": {"cross_attn_all_layers": False}},
+        {"encoder_config": {"num_key_value_heads": 1}, "decoder_config": {"num_key_value_heads": 1}},
+        {"local_attention_window_len": None, "patcher_config": {"sliding_window": None}},
+        {"patcher_config": {"sliding_window": 3}},
+    ],
+)
+def test_parts_of_blt_that_differ(differs: dict[str, Any]) -> None:
+    entries = small("blt").to_dict()
+    for name, value in differs.items():
+        entries[name] = {**entries[name], **value} if isinstance(value, dict) else value
+    config = CONFIG_MAPPING["blt"].from_dict(entries)
+    model = random_model(config)
+
+    assert relative_error(run(captured(config), model.state_dict()), torch.cat(hf_logits(model, PROMPTS))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("differs", "code", "message"),
+    [
+        ({"patching_mode": "static"}, "feature-unsupported", "patching_mode is 'static', expected 'entropy'"),
+        ({"patch_in_forward": False}, "feature-unsupported", "patch_in_forward is False, expected True"),
+        ({"max_patch_length": 5}, "feature-unsupported", "max_patch_length is 5, expected None"),
+        ({"patching_threshold": None}, "config-invalid", "patching_threshold is None, expected a number"),
+        ({"patch_size": None}, "config-invalid", "patch_size is None, expected a number"),
+    ],
+)
+def test_patches_that_the_patcher_does_not_end_are_refused(differs: dict[str, Any], code: str, message: str) -> None:
+    with pytest.raises(BuildError, match=message) as refused:
+        captured(small("blt", **differs))
+    assert refused.value.code == code
 
 
 LONGEST = max(map(len, PROMPTS))

@@ -139,6 +139,14 @@ def linear_recurrence(draw: Draw) -> Iterator[Sample]:
     sequences = ((5, 9), (1, 1))
     fused = draw.uniform(1, 6, 8)
     yield {"x": fused[..., :4], "factor": fused[..., 4:], **state_sample(draw, sequences, (), (4,), torch.float32)}
+    # The largest, also below zero, of the tokens since the last whose factor is 0.
+    sequences = ((7, 7), (4, 9), (1, 5))
+    yield {
+        "x": draw.normal(1, 12, 3) - 2,
+        "factor": (draw.uniform(1, 12, 3) > 0.4).to(draw.dtype),
+        **state_sample(draw, sequences, (), (3,), torch.float32),
+        "kind": "max",
+    }
 
 
 def selective_scan(draw: Draw) -> Iterator[Sample]:
