@@ -216,9 +216,9 @@ def argument(values, STEPS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # 
 def step(values, column_mask, num_columns, NAME: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """What step N makes, rounded to its type."""
     if NAME == "sum":
-        result = tl.sum(tl.where(column_mask, argument(values, STEPS, N, 0), 0.0), axis=1, keep_dims=True)
+        result = tl.sum(tl.where(column_mask, argument(values, STEPS, N, 0), 0), axis=1, keep_dims=True)
     elif NAME == "mean":
-        total = tl.sum(tl.where(column_mask, argument(values, STEPS, N, 0), 0.0), axis=1, keep_dims=True)
+        total = tl.sum(tl.where(column_mask, argument(values, STEPS, N, 0), 0), axis=1, keep_dims=True)
         result = tl.math.div_rn(total, tl.full((1, 1), 0.0, tl.float32) + num_columns)
     elif NAME == "where":
         condition = values[at(STEPS, "steps", N, "condition")]

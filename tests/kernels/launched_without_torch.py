@@ -88,7 +88,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "sqrt.default": [{"self": POSITIVE}],
     "sum.dim_IntList": [
         {"self": X, "dim": [1]}, {"self": X.to(HALF), "dim": [2], "keepdim": True}, {"self": COUNTS, "dim": [0]},
-        {"self": X.transpose(0, 3), "dim": [-1]},
+        {"self": X.transpose(0, 3), "dim": [-1]}, {"self": LARGE, "dim": [1]},
     ],
     "topk.default": [
         {"self": X, "k": 4}, {"self": X.argsort(dim=-1).to(HALF).transpose(1, 2), "k": 20, "dim": 3, "sorted": False},
