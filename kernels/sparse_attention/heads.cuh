@@ -8,6 +8,7 @@
 //   FLOAT16           elements are float16; else bfloat16
 //   HEADS, SIZE       8, 16, 32, 64 or 128; 64 or 128
 //   SCALE             more than 0
+//   ARE_READ_ONCE     keys are: they leave the L2 cache first, so that scores stay there
 //   COLUMNS           heads that are in shared memory together: of several tokens, or of one and zeros
 //
 // Include half.cuh, warp_group.cuh and rows.cuh in front of it.
@@ -43,6 +44,7 @@ __device__ __forceinline__ int own_key() { return (threadIdx.x - MULTIPLYING) / 
 // Has the warp's keys brought to a stage: `key` is the lane's in its row, which has `count`, and `page` that key's.
 __device__ __forceinline__ void bring_stage(u32 stage, const Cache& cache, int key, int page, int count, u32 full) {
   const int lane = threadIdx.x % 32, piece = lane % 8, first_key = key - lane % 16, first_row = own_key() - lane % 16;
+  const u64 policy = ARE_READ_ONCE ? read_once_policy() : 0;
   const u64 row = (u64)(cache.keys + (page * cache.stride_p + key % PAGE_SIZE * cache.stride_s));
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -50,8 +52,13 @@ __device__ __forceinline__ void bring_stage(u32 stage, const Cache& cache, int k
     const Element* from = (const Element*)__shfl_sync(0xffffffff, row, at) + piece * 8;
     const u32 to = stage + place_in_block(first_row + at, piece);
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block++)
-      copy_piece(to + block * BLOCK_BYTES, from + block * 64, first_key + at < count);
+    for (int block = 0; block < BLOCKS; block++) {
+      const bool exists = first_key + at < count;
+      if (ARE_READ_ONCE)
+        copy_piece_once(to + block * BLOCK_BYTES, from + block * 64, exists, policy);
+      else
+        copy_piece(to + block * BLOCK_BYTES, from + block * 64, exists);
+    }
   }
   arrive_when_copied(full);
 }

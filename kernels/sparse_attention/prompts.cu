@@ -11,7 +11,8 @@
 // Programmatic dependent launch: the kernel lets the next one start at once. All it reads but the lists is written by
 // kernels in front.
 //
-// Defines, beside those of rows.cuh, of which BY_TOKEN is one, of heads.cuh but COLUMNS, and of pick.cuh:
+// Defines, beside those of rows.cuh, of which BY_TOKEN is one, of heads.cuh but COLUMNS and
+// ARE_READ_ONCE, and of pick.cuh:
 //   TOKENS            of a tile: 4, or 2 of 128 heads
 //   STAGES            keys in the ring, in 64: an even number
 
@@ -21,6 +22,7 @@
 #include "sparse_attention/rows.cuh"
 
 constexpr int COLUMNS = TOKENS * HEADS, HALF = COLUMNS / 2;
+constexpr bool ARE_READ_ONCE = false;
 #include "sparse_attention/heads.cuh"
 
 constexpr int TOGETHER = TOKENS / 2;                         // tokens of a half

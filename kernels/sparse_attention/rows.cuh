@@ -17,6 +17,14 @@ __device__ __forceinline__ void copy_piece(u32 to, const Element* from, bool wan
           "r"(to), "l"(from), "r"((u32)wanted) : "memory");
 }
 
+// The same of memory that is read once.
+__device__ __forceinline__ void copy_piece_once(u32 to, const Element* from, bool wanted, u64 policy) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %2, 0; "
+      "@p cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %3; }" ::
+          "r"(to), "l"(from), "r"((u32)wanted), "l"(policy) : "memory");
+}
+
 // At least 0; NaN stays NaN.
 __device__ __forceinline__ float positive(float x) {
   float y;

@@ -7,7 +7,7 @@
 // Programmatic dependent launch: the kernel lets the next one start at once. Before it waits for the kernel in front, it
 // reads the lists of the step, and has keys of earlier steps brought.
 //
-// Defines, beside those of rows.cuh and of heads.cuh but COLUMNS:
+// Defines, beside those of rows.cuh and of heads.cuh but COLUMNS and ARE_READ_ONCE:
 //   STAGES            tiles in the ring: an even number
 
 #include "half.cuh"
@@ -16,6 +16,7 @@
 #include "sparse_attention/rows.cuh"
 
 constexpr int COLUMNS = HEADS < 16 ? 16 : HEADS;    // warp groups multiply no fewer
+constexpr bool ARE_READ_ONCE = true;
 #include "sparse_attention/heads.cuh"
 
 constexpr int PAGES_AT_ONCE = 4;                    // which a lane asks for together, as many tiles ahead

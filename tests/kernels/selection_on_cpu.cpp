@@ -37,6 +37,8 @@ inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 
 struct Piece { u32 words[4]; };
 inline void copy_piece(u32 to, const Element* from, bool wanted) { copy_piece(to, from, 16, wanted); }
+inline void copy_piece_once(u32 to, const Element* from, bool wanted, u64) { copy_piece(to, from, wanted); }
+inline u64 read_once_policy() { return 0; }
 inline float positive(float x) { return x < 0 ? 0 : x; }
 
 inline int load_near(u32 from) {
