@@ -4,7 +4,8 @@
 // They count together how many scores are in each of BINS bins, and go on with those of the bin that has the COUNT-th
 // largest:
 //
-//   first     bins of equal width between the least and the largest of a sample: few scores are in the same one
+//   first     bins of equal width, of which the first has most of the scores, by a sample: these are not counted. Few
+//             scores are in the same one of the others
 //   then      while there are too many in it, bins of equally many integers (`in_order`); four times at most, whatever
 //             the scores are
 //   in the end each CTA is given all scores of that bin, and finds the COUNT-th largest among them
@@ -215,8 +216,9 @@ __device__ __forceinline__ void write_all(int* to, const Row& row, int rank) {
     to[i] = i < row.num_keys ? row.kept + i : -1;
 }
 
-// Has the part brought near: a thread's copies are of scores that it counts. Gives the bins of a sample, the same in all
-// CTAs.
+// Has the part brought near. Gives the bins of a sample, the same in all CTAs. As many neighbouring lanes are a group as have
+// one of the COUNT largest scores of the row, on average, or two where there are many groups: the least of all groups'
+// largest scores is hardly above the COUNT-th then, and not far below.
 __device__ __forceinline__ Bins load_part(const Part& part, int num_keys) {
   if (part.are_near) {
     for (int i = 4 * threadIdx.x; i < part.count; i += 4 * THREADS) {
@@ -229,12 +231,15 @@ __device__ __forceinline__ Bins load_part(const Part& part, int num_keys) {
     }
   }
   const int apart = max(1, num_keys / (SAMPLES * THREADS));
-  int low = MOST, high = LEAST;
+  int high = LEAST;
 #pragma unroll
-  for (int i = 0; i < SAMPLES; i++) {
-    const int score = part.scores[min((i * (int)THREADS + (int)threadIdx.x) * apart, num_keys - 1)];
-    low = min(low, score);
-    high = max(high, score);
+  for (int i = 0; i < SAMPLES; i++)
+    high = max(high, part.scores[min((i * (int)THREADS + (int)threadIdx.x) * apart, num_keys - 1)]);
+  int low = high;
+#pragma unroll
+  for (int far = 1; far < 32; far *= 2) {
+    const int other = __shfl_xor_sync(0xffffffff, low, far);
+    if (2 * far * SAMPLES <= num_keys / COUNT * (far < 8 ? 2 : 1)) low = max(low, other);
   }
   low = __reduce_min_sync(0xffffffff, low);
   high = __reduce_max_sync(0xffffffff, high);
@@ -243,70 +248,11 @@ __device__ __forceinline__ Bins load_part(const Part& part, int num_keys) {
   if (threadIdx.x < 4) store_near(TAKEN + threadIdx.x * 4, 0);
   store_near(RANKS + threadIdx.x * 4, 0);
   store_near(COUNTS + threadIdx.x * 4, 0);
+  wait_for_copies();
   __syncthreads();
   low = __reduce_min_sync(0xffffffff, lane < WARPS ? load_near(OF_WARPS + lane * 8) : MOST);
   high = __reduce_max_sync(0xffffffff, lane < WARPS ? load_near(OF_WARPS + lane * 8 + 4) : LEAST);
-  wait_for_copies();
   return bins_of(low, high, true);
-}
-
-// The bin with the COUNT-th largest score, above which `above` others are.
-struct Bin {
-  int number;
-  int above, above_before;    // scores above it, of all CTAs, and of those before this one
-  int count, before;          // scores in it
-};
-
-// COUNTS are zeros the first time.
-__device__ __forceinline__ Bin bin_with_bound(const Part& part, const Bins& bins, const Bound& limits, const Bin& last,
-                                              int times, u32 rank) {
-  const u32 counts = COUNTS + times % 2 * BINS * 4;
-  if (times == 0 && bins.are_by_value) {
-    for (int first = 4 * threadIdx.x; first < part.count; first += AT_ONCE * 4 * THREADS) {
-      Four scores[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++)
-        if (first + i * 4 * THREADS < part.count) scores[i] = four_of(part, first + i * 4 * THREADS);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (first + i * 4 * THREADS + j < part.count) add_near(counts + bin_by_value(scores[i].of[j], bins) * 4, 1);
-    }
-  } else {
-    store_near(counts + threadIdx.x * 4, 0);
-    __syncthreads();
-    for (int i = threadIdx.x; i < part.count; i += THREADS) {
-      const int score = score_of(part, i);
-      if (side_of(score, limits) == 0) add_near(counts + bin_of(score, bins) * 4, 1);
-    }
-  }
-  meet_cluster();
-  int own = 0, own_before = 0;    // scores in the thread's bin
-#pragma unroll
-  for (int other = 0; other < CLUSTER; other++) {
-    const int count = load_far(counts + threadIdx.x * 4, other);
-    own += count;
-    own_before += other < rank ? count : 0;
-  }
-  // And in those above it: of its warp, then of the warps behind.
-  int more = sum_from(own), more_before = sum_from(own_before);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane == 0) {
-    store_near(OF_WARPS + warp * 8, more);
-    store_near(OF_WARPS + warp * 8 + 4, more_before);
-  }
-  __syncthreads();
-  const bool is_behind = lane > warp && lane < WARPS;
-  more += __reduce_add_sync(0xffffffff, is_behind ? load_near(OF_WARPS + lane * 8) : 0) + last.above - own;
-  more_before += __reduce_add_sync(0xffffffff, is_behind ? load_near(OF_WARPS + lane * 8 + 4) : 0);
-  if (more < COUNT && more + own >= COUNT) {
-    const int found[5] = {(int)threadIdx.x, more, last.above_before + more_before - own_before, own, own_before};
-#pragma unroll
-    for (int i = 0; i < 5; i++) store_near(FOUND + i * 4, found[i]);
-  }
-  __syncthreads();
-  return {load_near(FOUND), load_near(FOUND + 4), load_near(FOUND + 8), load_near(FOUND + 12), load_near(FOUND + 16)};
 }
 
 // What a warp has of the CTA's part, in pieces: of each a lane has `run` scores that lie together, 32 at most. `first` and
@@ -359,6 +305,24 @@ __device__ __forceinline__ Marks marks_of(const Part& part, const Range& own, in
   return marks;
 }
 
+// Of a part that is near: a bit for each of the lane's scores of a piece that reaches `least`.
+__device__ __forceinline__ u32 reaching(const Range& own, int start, int least) {
+  const int fours = own.run / 4, first = start + (int)threadIdx.x % 32 * own.run, left = own.end - first;
+  u32 bits = 0;
+  int four = threadIdx.x % 32 % fours;    // as in marks_of
+  for (int i = 0; i < fours; i++) {
+    if (4 * four < left) {
+      const Four scores = load_four(SCORES + 4 * (first + 4 * four));
+      u32 found = 0;
+#pragma unroll
+      for (int j = 0; j < 4; j++) found |= (u32)(scores.of[j] >= least) << j;
+      bits |= found << 4 * four;
+    }
+    four = four + 1 == fours ? 0 : four + 1;
+  }
+  return left >= 32 ? bits : left > 0 ? bits & ((1u << left) - 1) : 0;
+}
+
 // Where the lane's marks of a piece are kept, unless it is the last, which may end early.
 __device__ __forceinline__ u32 place_of_marks(const Range& own, int start) {
   return SCORES + 8 * (start / own.run + threadIdx.x % 32);
@@ -379,6 +343,88 @@ __device__ __forceinline__ void each_of(u32 bits, const Range& own, int start, E
   for (; bits; bits &= bits - 1) each(start + (int)threadIdx.x % 32 * own.run + __ffs(bits) - 1, bits & -bits);
 }
 
+// The bin with the COUNT-th largest score, above which `above` others are.
+struct Bin {
+  int number;
+  int above, above_before;    // scores above it, of all CTAs, and of those before this one
+  int count, before;          // scores in it
+};
+
+// Counts scores by value, but those in the first bin: `least` is where the second begins. Where they are near, leaves marks
+// of what it counts of the range's last piece.
+__device__ __forceinline__ void count_by_value(const Part& part, const Range& own, const Bins& bins, int least,
+                                               Marks& marks) {
+  const auto count = [&](int score) {
+    const int bin = bin_by_value(score, bins);
+    if (bin > 0) add_near(COUNTS + bin * 4, 1);
+  };
+  if (part.are_near) {
+    for (int start = own.first; start < own.end; start += own.piece()) {
+      marks.within = reaching(own, start, least);
+      each_of(marks.within, own, start, [&](int at, u32) { count(score_of(part, at)); });
+    }
+    return;
+  }
+  for (int first = 4 * threadIdx.x; first < part.count; first += AT_ONCE * 4 * THREADS) {
+    Four scores[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (first + i * 4 * THREADS < part.count) scores[i] = four_of(part, first + i * 4 * THREADS);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (first + i * 4 * THREADS + j < part.count) count(scores[i].of[j]);
+  }
+}
+
+// COUNTS are zeros the first time.
+__device__ __forceinline__ Bin bin_with_bound(const Part& part, const Range& own_range, const Bins& bins, int least,
+                                              const Bound& limits, const Bin& last, int times, int num_keys, u32 rank,
+                                              Marks& marks) {
+  const u32 counts = COUNTS + times % 2 * BINS * 4;
+  if (bins.are_by_value) {
+    count_by_value(part, own_range, bins, least, marks);
+  } else {
+    store_near(counts + threadIdx.x * 4, 0);
+    __syncthreads();
+    for (int i = threadIdx.x; i < part.count; i += THREADS) {
+      const int score = score_of(part, i);
+      if (side_of(score, limits) == 0) add_near(counts + bin_of(score, bins) * 4, 1);
+    }
+  }
+  meet_cluster();
+  int own = 0, own_before = 0;    // scores in the thread's bin
+#pragma unroll
+  for (int other = 0; other < CLUSTER; other++) {
+    const int count = load_far(counts + threadIdx.x * 4, other);
+    own += count;
+    own_before += other < rank ? count : 0;
+  }
+  // And in those above it: of its warp, then of the warps behind.
+  int more = sum_from(own), more_before = sum_from(own_before);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0) {
+    store_near(OF_WARPS + warp * 8, more);
+    store_near(OF_WARPS + warp * 8 + 4, more_before);
+  }
+  __syncthreads();
+  const bool is_behind = lane > warp && lane < WARPS;
+  more += __reduce_add_sync(0xffffffff, is_behind ? load_near(OF_WARPS + lane * 8) : 0) + last.above - own;
+  more_before += __reduce_add_sync(0xffffffff, is_behind ? load_near(OF_WARPS + lane * 8 + 4) : 0) - own_before;
+  if (bins.are_by_value && threadIdx.x == 0) {
+    own = num_keys - more;
+    own_before = part.first - more_before;
+  }
+  if (more < COUNT && more + own >= COUNT) {
+    const int found[5] = {(int)threadIdx.x, more, last.above_before + more_before, own, own_before};
+#pragma unroll
+    for (int i = 0; i < 5; i++) store_near(FOUND + i * 4, found[i]);
+  }
+  __syncthreads();
+  return {load_near(FOUND), load_near(FOUND + 4), load_near(FOUND + 8), load_near(FOUND + 12), load_near(FOUND + 16)};
+}
+
 // Marks of a bin become marks of a bound in it.
 __device__ __forceinline__ Marks marks_in_bin(const Part& part, const Range& own, int start, const Marks& of_bin, int bound) {
   Marks marks = {of_bin.above, 0};
@@ -391,18 +437,19 @@ __device__ __forceinline__ Marks marks_in_bin(const Part& part, const Range& own
 }
 
 // The COUNT-th largest score, which is in this bin: all scores of the bin go to all CTAs. Leaves the marks of the range's
-// last piece, and keeps those of the others.
-__device__ __forceinline__ Bound bound_in(const Part& part, const Range& own, const Bins& bins, const Bound& limits,
-                                          const Bin& bin, Marks& marks) {
+// last piece, and keeps those of the others. `are_counted`: `marks` are of what was counted from `least` on.
+__device__ __forceinline__ Bound bound_in(const Part& part, const Range& own, const Bins& bins, int least,
+                                          const Bound& limits, const Bin& bin, bool are_counted, Marks& marks) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // By value the bin has what reaches `least` and not `end`; NaN reaches both, and the bins at the ends have all beyond.
-  const bool is_first = bin.number == 0, is_last = bin.number == BINS - 1;
-  const float least = bin.number, end = bin.number + 1;
+  const u32 counted_last = marks.within;
   for (int start = own.first; start < own.end; start += own.piece()) {
-    if (bins.are_by_value) {
-      marks = marks_of(part, own, start, [&](int score) {
-        const float at = in_bins(score, bins);
-        return !is_last && !(at < end) ? 1 : is_first || !(at < least) ? 0 : -1;
+    if (are_counted) {
+      const u32 counted = start == own.last_piece() ? counted_last : reaching(own, start, least);
+      marks = {0, 0};
+      each_of(counted, own, start, [&](int at, u32 bit) {
+        const int number = bin_by_value(score_of(part, at), bins);
+        if (number > bin.number) marks.above |= bit;
+        if (number == bin.number) marks.within |= bit;
       });
     } else {
       marks = marks_of(part, own, start, [&](int score) {
@@ -463,10 +510,12 @@ __device__ __forceinline__ Bound bound_of(const Part& part, const Range& own, in
   Bins bins = load_part(part, num_keys);
   Bound limits = {LEAST, MOST};
   Bin bin = {0, 0, 0, 0, 0};
+  const int least = bins.are_by_value ? least_of(1, bins) : 0;
 #pragma unroll 1
   for (int times = 0;; times++) {
-    bin = bin_with_bound(part, bins, limits, bin, times, rank);
-    if (bin.count <= ROOM) return bound_in(part, own, bins, limits, bin, marks);
+    bin = bin_with_bound(part, own, bins, least, limits, bin, times, num_keys, rank, marks);
+    const bool are_counted = bins.are_by_value && part.are_near && bin.number > 0;
+    if (bin.count <= ROOM) return bound_in(part, own, bins, least, limits, bin, are_counted, marks);
     const int end = least_of(bin.number + 1, bins);
     limits.low = max(limits.low, least_of(bin.number, bins));
     limits.high = end == LEAST ? limits.high : min(limits.high, end - 1);

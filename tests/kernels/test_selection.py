@@ -250,6 +250,21 @@ def test_marks_of_scores_that_are_far(on_cpu: Run, kind: str) -> None:
     assert found[0, 0].tolist() == order[:700].sort().values.tolist()
 
 
+@pytest.mark.parametrize("near", [600, 5004], ids=["far", "near"])
+@pytest.mark.parametrize("count", [1, 40, 700])
+@pytest.mark.parametrize("above", [0, 100], ids=["like all", "above all"])
+def test_what_the_sample_says_of_the_largest(on_cpu: Run, above: int, count: int, near: int) -> None:
+    """Most scores are below what is counted; or, where those of the sample are above all others, the bound is too."""
+    normal = drawn_scores("normal", 5001)
+    scores = in_order(torch.where(torch.arange(5001) % (5001 // 256) == 0, normal + above, normal))
+    sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5001)], heads=8, size=64, count=count, page_size=4)
+
+    found = on_cpu(sample, Sizes(cluster=1, near=near), by_token=True, scores=scores)
+
+    order = scores.long().argsort(descending=True, stable=True)
+    assert found[0, 0].tolist() == order[:count].sort().values.tolist()
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 100])
 def test_scores_of_few_tokens_are_no_more_in_larger_steps(tokens: int) -> None:
     """What a step holds is asked for the most tokens of all steps."""
