@@ -29,17 +29,19 @@ PICKING_WARPS = 16
 
 
 class Pick(NamedTuple):
-    """How a row's scores are divided: blocks of a cluster, scores that each has in shared memory, and how many bytes of
-    that memory it asks for at least."""
+    """How a row's scores are divided: blocks of a cluster, scores that each has in shared memory, how many blocks a
+    multiprocessor has at once, and how many bytes of that memory a block asks for at least."""
 
     cluster: int
     near: int
+    together: int
     memory: int = 0
 
 
-FEW_ROWS, SOME_ROWS, MANY_ROWS = Pick(8, 16384, 120 << 10), Pick(8, 16384), Pick(4, 8192)
+FEW_ROWS, SOME_ROWS, MANY_ROWS = Pick(8, 16384, 1, 120 << 10), Pick(8, 16384, 2), Pick(4, 8192, 3)
 """All of 131,072 keys are near, or of 32,768. A block of few has a multiprocessor to itself: those that are free first
-would be given several, which took a tenth longer for 8 rows on an H100."""
+would be given several, which took a tenth longer for 8 rows on an H100. Of many there are three: with two, an H200 has
+room for 62 clusters, and 64 rows took longer."""
 SOME_SLOTS = 32
 """For sequences, up to which long rows are worth more blocks each."""
 PROMPT_WARPS, PROMPT_STAGES, PROMPT_NEAR = 12, 4, 20480
@@ -138,7 +140,13 @@ def _launches(use: Use, scores: Pointer, rows: Expr, how: Pick) -> tuple[Launch,
         kernel="precast.kernels.sparse_attention/pick.cu:pick_keys",
         grid=(how.cluster, rows, 1),
         args=(Pointer("out.0"), scores, *lengths, *sizes),
-        constants={**shared, "CLUSTER": how.cluster, "WARPS": PICKING_WARPS, "NEAR": how.near},
+        constants={
+            **shared,
+            "CLUSTER": how.cluster,
+            "WARPS": PICKING_WARPS,
+            "NEAR": how.near,
+            "TOGETHER": how.together,
+        },
         block=32 * PICKING_WARPS,
         shared_bytes=max(how.memory, shared_bytes(PICKING_WARPS, how.near)),
         pdl=True,

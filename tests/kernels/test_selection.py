@@ -278,7 +278,7 @@ def test_scores_of_few_tokens_are_no_more_in_larger_steps(tokens: int) -> None:
 
 
 def test_what_records_launch_fits_a_multiprocessor() -> None:
-    """One block of few rows, as is meant, and two of more."""
+    """One block of few rows, as is meant, two of some, and three of many."""
     sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5)], heads=64, size=128, count=2048, page_size=16)
     use = use_of(sample)
     picked = []
@@ -286,14 +286,14 @@ def test_what_records_launch_fits_a_multiprocessor() -> None:
     for score, pick, *_ in (selection.of_tokens(use), *ways):
         used = [used_by(launch) for launch in (score, pick)]
         blocks = [
-            min((228 << 10) // (each["SHARED"] + 1024), 65536 // (each["REG"] * launch.block), 2)
+            min((228 << 10) // (each["SHARED"] + 1024), 65536 // (each["REG"] * launch.block), 3)
             for launch, each in zip((score, pick), used, strict=True)
         ]
 
-        assert all(each["STACK"] == each["LOCAL"] == 0 for each in used)
+        assert all(each["STACK"] <= 32 and each["LOCAL"] == 0 for each in used)
         assert blocks[0] == 1
         picked.append(blocks[1])
-    assert picked == [1, 2, 2]
+    assert picked == [1, 2, 3]
 
 
 @pytest.mark.parametrize("heads", [8, 64, 128])
