@@ -203,7 +203,8 @@ __device__ __forceinline__ void add_others(Sums& sums, u32 base, int stage, int 
   end_batch();
 }
 
-// Gives a stage back when the products that read it are done.
+// Gives a stage back when the products that read it are done: before the next one is waited for, so that both may be on
+// their way.
 __device__ __forceinline__ void give_back(u32 base, int& held) {
   wait_for_batches<0>();
   if (held >= 0 && threadIdx.x % 32 == 0) barrier_arrive(base + EMPTY + held * 8);
@@ -219,11 +220,11 @@ __device__ __forceinline__ void multiply_tiles(Softmax& softmax, Sums& sums, u32
 #pragma unroll 1
   for (int tile = 0; tile < count; tile++, place.advance(STAGES)) {
     const int stage = place.at;
+    give_back(base, held);
     barrier_wait(base + FULL + stage * 8, place.parity);
     show_to_tensor_cores();
     const u64 exists = load_word(base + EXISTS + stage * 8) | (u64)load_word(base + EXISTS + stage * 8 + 4) << 32;
     if (exists == 0) {
-      give_back(base, held);
       if (threadIdx.x % 32 == 0) barrier_arrive(base + EMPTY + stage * 8);
       continue;
     }
@@ -232,7 +233,7 @@ __device__ __forceinline__ void multiply_tiles(Softmax& softmax, Sums& sums, u32
       Scores scores;
       Weights weights;
       multiply_keys(scores, base, stage);
-      give_back(base, held);
+      wait_for_batches<0>();
 #pragma unroll
       for (int j = 0; j < 2; j++)
         softmax.reference[j] = __uint_as_float(load_word(base + REFERENCES + (row + j * 8) * 4));
@@ -241,7 +242,6 @@ __device__ __forceinline__ void multiply_tiles(Softmax& softmax, Sums& sums, u32
       fade(sums, fades);
       add_own(sums, weights, base, stage, group);
     } else {
-      give_back(base, held);
       wait_for_weights(stage);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
