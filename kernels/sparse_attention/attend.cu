@@ -38,6 +38,7 @@ constexpr int OWN_ENTRIES = TILE / WARPS;             // which a warp brings
 constexpr int KEY_PITCH = (PIECES | 1) * 16;           // ldmatrix finds 8 rows in different banks
 constexpr int STAGE_BYTES = TILE * KEY_PITCH;
 static_assert(PIECES % 8 == 0 && LATENT % (16 * WARPS) == 0 && OWN_KEYS % 16 == 0, "whole tiles");
+static_assert(JOINED_BYTES <= STAGES * STAGE_BYTES, "what is joined has room where the ring was");
 
 // Where things are in shared memory, in bytes.
 constexpr u32 RING = 0;

@@ -29,6 +29,7 @@ constexpr int OWN_SIZE = LATENT / 2;                         // of a warp group 
 constexpr int STEPS = 64 / 16;                               // of a block
 constexpr float FAR = 8;                                     // in powers of 2
 static_assert(ROWS == 64 && STAGES == 2 && ROPE == 64 && OWN_SIZE >= 64, "what the products are made for");
+static_assert(JOINED_BYTES <= STAGES * STAGE_BYTES, "what is joined has room where the ring was");
 
 // Where things are in shared memory, in bytes.
 constexpr u32 RING = 0;

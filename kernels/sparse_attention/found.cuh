@@ -33,6 +33,12 @@ __device__ __forceinline__ void store_far(u32 to, u32 rank, float a, float b) {
                    "r"(to), "r"(rank), "f"(a), "f"(b) : "memory");
 }
 
+__device__ __forceinline__ float2 load_pair(u32 from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+  return x;
+}
+
 // What a thread wrote before it meets the others, they read afterwards.
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -97,13 +103,15 @@ __device__ __forceinline__ void join_rows(const Results& to, const Found& found,
 #endif
 }
 
+constexpr int SHARE = LATENT / CLUSTER, PITCH = SHARE + 8;    // a warp writes 8 rows together, each to other banks
+constexpr u32 JOINED_BYTES = CLUSTER > 1 ? CLUSTER * ROWS * PITCH * 4 : 0;
+
 // Each CTA joins as much of all latents, and is given that of the others. A warp's sums are of 16 rows for each TILE, from
 // `first_row` of the CTA's on, and eights of elements, from `first` on. `row`: the number of the CTA's first. Threads that
 // don't multiply call `leave` instead.
 template <int TILES, int EIGHTS>
 __device__ __forceinline__ void join(const float (&sums)[TILES][EIGHTS][4], int first_row, int first, const Results& to,
                                      const Found& found, i64 row, int num_rows, u32 rank) {
-  constexpr int SHARE = LATENT / CLUSTER;
   const int lane = threadIdx.x % 32;
   meet_cluster();    // all have told of their rows, and nobody needs the ring
   join_rows(to, found, row, num_rows, rank);
@@ -122,7 +130,7 @@ __device__ __forceinline__ void join(const float (&sums)[TILES][EIGHTS][4], int 
         if (CLUSTER == 1) {
           if (own < num_rows) write(to, row + own, element, a, b, total);
         } else {
-          store_far(found.joined + ((rank * ROWS + own) * SHARE + element % SHARE) * 4, element / SHARE, a, b);
+          store_far(found.joined + ((rank * ROWS + own) * PITCH + element % SHARE) * 4, element / SHARE, a, b);
         }
       }
     }
@@ -134,9 +142,9 @@ __device__ __forceinline__ void join(const float (&sums)[TILES][EIGHTS][4], int 
     float a = 0, b = 0;
 #pragma unroll
     for (int other = 0; other < CLUSTER; other++) {
-      const u32 at = found.joined + ((other * ROWS + own) * SHARE + element) * 4;
-      a += __uint_as_float(load_word(at));
-      b += __uint_as_float(load_word(at + 4));
+      const float2 its = load_pair(found.joined + ((other * ROWS + own) * PITCH + element) * 4);
+      a += its.x;
+      b += its.y;
     }
     write(to, row + own, rank * SHARE + element, a, b, __uint_as_float(load_word(found.totals + own * 4)));
   }

@@ -21,6 +21,12 @@ inline u32 load_word(u32 from) {
   memcpy(&x, at(from, 4), 4);
   return x;
 }
+inline float2 load_pair(u32 from) {
+  CHECK(from % 8 == 0);
+  float2 x;
+  memcpy(&x, at(from, 8), 8);
+  return x;
+}
 inline void store_piece(u32 to, const Piece& x) {
   CHECK(to % 16 == 0);
   memcpy(at(to, 16), &x, 16);
