@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from precast.ir.errors import TargetError
 from precast.ir.graph.logit_parts import in_parts
-from precast.ir.graph.schema import Apply, Graph, Node, Recipe, Repack, Transpose
+from precast.ir.graph.schema import Apply, Graph, Node, Quantise, Recipe, Repack, Transpose
 from precast.ir.graph.world import bound
 from precast.ir.memory.capture import MOST_TOKENS
 from precast.ir.native import world_text
@@ -23,6 +23,7 @@ from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.choices import Case, cases
 from precast.kernels.collectives.launches import Among
 from precast.kernels.collectives.ways import MAX_PEERS
+from precast.kernels.dequantise.launches import PARTS, STORED, Block, Part, quantising, quantising_key
 from precast.kernels.launch_key import ALIGNED, MOST_INT32
 from precast.kernels.measured import Table
 from precast.kernels.records import Launch, Pointer, Stride
@@ -141,6 +142,24 @@ def _of_load(graph: Graph) -> Iterator[Variant]:
     for part in REPACKED:
         if part in found:
             yield Variant(repacked(part), *repacked_key(part), (), (), ())
+    yield from _quantising(graph)
+
+
+def _quantising(graph: Graph) -> Iterator[Variant]:
+    """What quantises weights of each type that a checkpoint may have, and brings the results to where they belong."""
+    found = {each for param in graph.params for each in _quantised(param.recipe)}
+    for size in sorted({element_bytes(PARTS[part]) for part, _ in found}):
+        yield Variant(rearranged(), *rearranged_key(REARRANGED[size]), (), (), ())
+    for part, block in sorted(found):
+        for stored in STORED:
+            yield Variant(quantising(part, block), *quantising_key(part, block, stored), (), (), ())
+
+
+def _quantised(recipe: Recipe) -> Iterator[tuple[Part, Block]]:
+    if isinstance(recipe, Quantise):
+        yield recipe.part, recipe.block
+    for part in recipes.parts(recipe):
+        yield from _quantised(part)
 
 
 def _is_turned(recipe: Recipe) -> bool:

@@ -5,7 +5,8 @@ belong."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 from precast.ir.native import NO_ARGUMENT, NativeKernel, NativeLayer
 from precast.ir.weights.tensorfile import element_bytes
@@ -28,19 +29,18 @@ class Copies:
         wanted: defaultdict[int, set[str]] = defaultdict(set)
         for copy in (copy for job in what.plan.jobs for copy in job.copies if copy.target in self._bytes):
             wanted[copy.target].add(self._key(copy))
-        self._kernels = _loaded(set().union(*wanted.values()), Native(layer), device)
+        self._kernels = loaded_kernels(set().union(*wanted.values()), Native(layer), device)
         self.targets = frozenset(i for i, keys in wanted.items() if keys <= self._kernels.keys())
 
     def put(self, copy: Copy, staged: int, address: int, stream: int) -> None:
         """Put what a job has staged, at an address of pinned memory, into a target, whose address this is."""
         size = self._bytes[copy.target]
-        kernel, loaded = self._kernels[self._key(copy)]
+        kernel = self._kernels[self._key(copy)]
         found = kernel_arguments(copy)
         assert found is not None, "planned"
         grid, numbers = found
         values = (staged + copy.offset + size * copy.source.offset, address + size * copy.destination.offset, *numbers)
-        params = [None if each.argument == NO_ARGUMENT else values[each.argument] for each in kernel.params]
-        Prepared(loaded.handle, grid, (kernel.threads, 1, 1), kernel.shared_bytes, params).launch(stream)
+        launch(kernel, grid, values, stream)
 
     def _key(self, copy: Copy) -> str:
         """The key of its kernel; empty where there is none for elements of its size."""
@@ -58,9 +58,19 @@ _KEYS: Mapping[int | str, str] = {
 """Of each kernel its key, by the bytes of elements, or the part of a weight whose words it repacks."""
 
 
-def _loaded(
-    keys: Collection[str], native: Native, device: DriverDevice
-) -> Mapping[str, tuple[NativeKernel, LoadedKernel]]:
+Kernel: TypeAlias = tuple[NativeKernel, LoadedKernel]
+"""What the layer says of a kernel, and its function."""
+
+
+def launch(kernel: Kernel, grid: tuple[int, int, int], values: Sequence[int], stream: int | None = None) -> None:
+    """Launch a kernel that a load takes, with the arguments of its `Launch`."""
+    known, loaded = kernel
+    params = [None if each.argument == NO_ARGUMENT else values[each.argument] for each in known.params]
+    Prepared(loaded.handle, grid, (known.threads, 1, 1), known.shared_bytes, params).launch(stream or 0)
+
+
+def loaded_kernels(keys: Collection[str], native: Native, device: DriverDevice) -> Mapping[str, Kernel]:
+    """Those of these keys that the layer has."""
     found = {}
     for key in sorted(keys):
         for kernel in native.of_key(key):

@@ -72,6 +72,8 @@ def load_with_driver(
         timeline.add("context", start=begun.start, seconds=begun.seconds)
         if layer is None:
             layer, phase.note = _native_layer(opened, begun.device, options, rules)
+        if why := param_plan.lacking(planned, layer):
+            raise UnfitError(why, opened)
         params = weights.placed(planned, graph, begun.device)
     with ThreadPoolExecutor(1, thread_name_prefix="precast-load") as pool, short_turns():
         streamed = pool.submit(streamed_params, planned, params, ring, begun.device, layer, timeline)
@@ -110,7 +112,7 @@ def streamed_params(
     """Read all bytes of the params into their places."""
     with timeline.phase("weights") as phase:
         phase.bytes = weights.stream(planned, params, ring, device, layer)
-        phase.counters = {"bytes_read": phase.bytes, "bytes_needed": planned.plan.bytes_needed}
+        phase.counters = {"bytes_read": phase.bytes, "bytes_needed": param_plan.bytes_needed(planned)}
         phase.note = ring.note
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from precast.ir.graph.schema import Graph, Quantise
+from precast.ir.graph.schema import Graph
 from precast.ir.manifest import Checkpoint
+from precast.ir.native import NativeLayer
 from precast.ir.weights import fit, scales
 from precast.ir.weights.checkpoint import CheckpointFiles, StoredTensor
 from precast.ir.weights.tensorfile import element_bytes
+from precast.kernels.native import Native
 from precast.kernels.without_torch.copies import rearranged_arguments, repacked_arguments
 from precast.loader.device import aligned
 from precast.loader.weights.parts import Assembly, Target, param_parts
@@ -70,18 +72,28 @@ def planned(graph: Graph, rules: Checkpoint, files: CheckpointFiles) -> Planned:
     """
     stored = fit.require(graph, rules, files)
     assembly = param_parts(scales.settled(graph.params, stored), lambda name: stored[name].dtype)
-    sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
-    plan = plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
-    on_host = {copy.target for job in plan.jobs for copy in job.copies}
-    moved = {target for move in plan.moves for target in (move.source, move.target)}
-    on_host |= moved
-    others = moved | {copy.target for job in plan.jobs for copy in job.copies if kernel_arguments(copy) is None}
-    on_device = {i for i in on_host - others if plan.targets[i].name is not None}
+    plan = read_plan(assembly, stored, files)
+    on_host, on_device = made_where(plan, [i for i, target in enumerate(plan.targets) if target.name is not None])
     found = {check.param: check for check in checks(graph)}
     wanted = {i: found[target.name] for i, target in enumerate(plan.targets) if target.name in found}
     rounded = next((check for check in found.values() if is_rounded(check, lambda name: stored[name].dtype)), None)
     divided_by = tuple(scales.names(graph.params))
-    return Planned(assembly, plan, frozenset(on_host), files, wanted, rounded, divided_by, stored, frozenset(on_device))
+    return Planned(assembly, plan, on_host, files, wanted, rounded, divided_by, stored, on_device)
+
+
+def read_plan(assembly: Assembly, stored: Mapping[str, StoredTensor], files: CheckpointFiles) -> Plan:
+    """The jobs that fill all targets of an assembly, each as large as a thread's buffer."""
+    sizes = DEFAULT_SIZES if files.folder.readers is None else REMOTE_SIZES
+    return plan_reads(assembly, stored.__getitem__, msgspec.structs.replace(sizes, job=BUFFER_BYTES))
+
+
+def made_where(plan: Plan, there: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """The targets that are made on the host, and those of them that copies on the device could make, too. `there`:
+    those that lie on the device."""
+    moved = {target for move in plan.moves for target in (move.source, move.target)}
+    on_host = frozenset(moved | {copy.target for job in plan.jobs for copy in job.copies})
+    others = moved | {copy.target for job in plan.jobs for copy in job.copies if kernel_arguments(copy) is None}
+    return on_host, (on_host - others).intersection(there)
 
 
 def kernel_arguments(copy: Copy) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
@@ -105,10 +117,12 @@ def planned_bytes(what: Planned) -> int:
 def uncovered(what: Planned) -> str:
     """Why params aren't made here; empty if they are."""
     if what.assembly.computed:
-        first = what.assembly.computed[0].recipe
-        if isinstance(first, Quantise):
-            return "weights are quantised while they are read"
-        return f"the checkpoint's tensors are quantised ({first.format})"
+        from precast.loader.driver import quantising
+
+        targets = what.plan.targets
+        why = quantising.refusal(what.assembly.computed, what.stored, lambda i: targets[i].name is not None)
+        if why:
+            return why
     if what.rounded is not None:
         return f"{what.rounded.tensors[0]}: that {what.rounded.dtype} holds such scales is looked at by torch"
     for copy in (copy for job in what.plan.jobs for copy in job.copies):
@@ -116,6 +130,26 @@ def uncovered(what: Planned) -> str:
         if odd:
             return f"the checkpoint's tensors are converted from {copy.dtype} to {' to '.join(copy.casts)}"
     return ""
+
+
+def lacking(what: Planned, layer: NativeLayer) -> str:
+    """Why params aren't made here with this layer; empty if they are."""
+    if not what.assembly.computed:
+        return ""
+    from precast.loader.driver import quantising
+
+    native = Native(layer)
+    there = all(native.of_key(key) for key in quantising.keys(what.assembly.computed, what.stored))
+    return "" if there else "the native layer has no kernels that quantise weights while they are read"
+
+
+def bytes_needed(what: Planned) -> int:
+    """The bytes of the checkpoint that params are made of."""
+    if not what.assembly.computed:
+        return what.plan.bytes_needed
+    from precast.loader.driver import quantising
+
+    return what.plan.bytes_needed + quantising.num_bytes(what.assembly.computed, what.stored)
 
 
 def target_bytes(target: Target) -> int:

@@ -153,7 +153,7 @@ def _prepared(
     connection = _connected(opened, target, planned, device, ranks, connected)
     graph, drawing = _in_parts(graph, connection, limits)
     model = as_launches(graph, target, opened, layer, limits, connection, drawing)
-    if why := param_plan.uncovered(planned):
+    if why := param_plan.uncovered(planned) or param_plan.lacking(planned, layer):
         raise UnfitError(why, opened)
     if connection.collectives.wants_nccl(graph):
         connection.connect_nccl()

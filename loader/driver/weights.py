@@ -8,7 +8,7 @@ only where some need it: that takes a while. What is read where is planned befor
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -25,9 +25,18 @@ from precast.loader.driver import library
 from precast.loader.driver.context import Begun
 from precast.loader.driver.copies import Copies
 from precast.loader.driver.device import DriverDevice
-from precast.loader.driver.param_plan import BUFFER_BYTES, PARAM_ALIGNMENT, Made, Planned, target_bytes
+from precast.loader.driver.param_plan import (
+    BUFFER_BYTES,
+    PARAM_ALIGNMENT,
+    Made,
+    Planned,
+    made_where,
+    read_plan,
+    target_bytes,
+)
 from precast.loader.weights.files import Range, read_ranges
 from precast.loader.weights.jobs import Worker, share
+from precast.loader.weights.parts import Target
 from precast.loader.weights.read_plan import Job
 from precast.loader.weights.stored_checks import Check, Fault
 
@@ -108,11 +117,7 @@ class Params(NamedTuple):
 def placed(what: Planned, graph: Graph, device: DriverDevice) -> Params:
     """Memory for all params. Raises TargetError (device-memory) if they don't fit."""
     targets = what.plan.targets
-    places, total = {}, 0
-    for i, target in enumerate(targets):
-        if target.name is not None:
-            places[i] = total
-            total += aligned(target_bytes(target), PARAM_ALIGNMENT)
+    places, total = _in_a_row([i for i, target in enumerate(targets) if target.name is not None], targets)
     if total > (free := device.free_bytes()):
         message = f"the params take {total / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
         raise TargetError("device-memory", message, where=device.name, fix="free memory, or use a device with more")
@@ -130,6 +135,15 @@ def placed(what: Planned, graph: Graph, device: DriverDevice) -> Params:
     return Params(memory, {i: memory.pointer + start for i, start in places.items()}, named, zeroed)
 
 
+def _in_a_row(chosen: Iterable[int], targets: Sequence[Target]) -> tuple[dict[int, int], int]:
+    """Where each of some targets begins in memory that has all of them, and the bytes of that."""
+    places, total = {}, 0
+    for i in chosen:
+        places[i] = total
+        total += aligned(target_bytes(targets[i]), PARAM_ALIGNMENT)
+    return places, total
+
+
 def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice, layer: NativeLayer) -> int:
     """Bring all params to their places; the bytes that were read. Kernels of the layer copy what they can.
 
@@ -137,6 +151,22 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice, laye
     (checkpoint-changed) for one that somebody writes to, (weights-mismatch) for scales of weights that are no numbers,
     (scale-invalid) for scales of caches that are no numbers above 0.
     """
+    num_bytes = _brought(what, params, ring, device, layer)
+    with device.use():
+        if what.assembly.computed:
+            num_bytes += _quantised(what, params, ring, device, layer)
+        for target, value in what.assembly.filled.items():
+            number = ctypes.c_float(value)
+            library.call("cuMemcpyAsync", params.at[target], ctypes.addressof(number), 4, None)
+            library.call("cuStreamSynchronize", None)
+        library.call("cuStreamSynchronize", None)
+        found = {name: _number_at(params.buffers[name].pointer) for name in what.scales}
+        scales.check(found, what.files.folder.name)
+    return num_bytes
+
+
+def _brought(what: Planned, params: Params, ring: Ring, device: DriverDevice, layer: NativeLayer) -> int:
+    """Bring all that is read, and not computed, to its places; the bytes that were read."""
     copies = Copies(what, layer, device) if what.on_device else None
     if copies is not None:
         what = what._replace(on_host=what.on_host - copies.targets)
@@ -146,18 +176,43 @@ def stream(what: Planned, params: Params, ring: Ring, device: DriverDevice, laye
     num_bytes = share(
         what.plan.jobs, lambda: _worker(what, params, made, device, parts.pop(), copies), threads, what.files
     )
-    with device.use():
-        if not isinstance(made, NothingMade):
-            with _blaming(what):
-                made.move_all()
-        for target, value in what.assembly.filled.items():
-            number = ctypes.c_float(value)
-            library.call("cuMemcpyAsync", params.at[target], ctypes.addressof(number), 4, None)
-            library.call("cuStreamSynchronize", None)
-        library.call("cuStreamSynchronize", None)
-        found = {name: _number_at(params.buffers[name].pointer) for name in what.scales}
-        scales.check(found, what.files.folder.name)
+    if not isinstance(made, NothingMade):
+        with device.use(), _blaming(what):
+            made.move_all()
     return num_bytes
+
+
+def _quantised(what: Planned, params: Params, ring: Ring, device: DriverDevice, layer: NativeLayer) -> int:
+    """Make what is quantised while it is read, and look at its scales; the bytes that were read."""
+    from precast.loader.driver import quantising
+
+    computed, stored, num_bytes = what.assembly.computed, what.stored, 0
+    kernels, memory = quantising.Quantising(computed, stored, layer, device), None
+    for each in quantising.rounds(computed, stored):
+        plan = read_plan(each.assembly, stored, what.files)
+        places, total = _in_a_row(range(len(plan.targets)), plan.targets)
+        if memory is None or memory.shape[0] < total:
+            memory = device.alloc(total)
+        at = {i: memory.pointer + start for i, start in places.items()}
+        on_host, on_device = made_where(plan, at.keys())
+        read = Planned(each.assembly, plan, on_host, what.files, stored=stored, on_device=on_device)
+        num_bytes += _brought(read, Params(memory, at, {}, params.zeroed), ring, device, layer)
+        kernels.make(each, at, params.at)
+        library.call("cuStreamSynchronize", None)
+    with _blaming(what):
+        for target in {each.target for each in computed} & what.checks.keys():
+            _check_there(what.checks, target, params.at[target], target_bytes(what.plan.targets[target]))
+    return num_bytes
+
+
+def _check_there(checked: Mapping[int, Check], target: int, address: int, size: int) -> None:
+    """Raise Fault where a target on the device isn't what it must be."""
+    from precast.loader.driver.on_host import check_bytes
+
+    here = bytearray(size)
+    library.call("cuMemcpyAsync", ctypes.addressof(ctypes.c_char.from_buffer(here)), address, size, None)
+    library.call("cuStreamSynchronize", None)
+    check_bytes(checked, target, memoryview(here))
 
 
 @contextmanager

@@ -121,18 +121,19 @@ class Assembly:
         else:
             self._place(param.recipe, views.contiguous(shape), _whole(shape), target, (param.type.dtype,))
 
-    def add_inputs(self, computed: Computed) -> Inputs:
-        """Temporary targets for what a computation reads, or for the part of it that `index` says."""
-        return {name: self._input(part, computed) for name, part in _inputs(computed.recipe).items()}
+    def add_inputs(self, computed: Computed, dtype: ir.Dtype | None = None) -> Inputs:
+        """Temporary targets for what a computation reads, or for the part of it that `index` says; of the type `dtype`,
+        or of those that it computes with."""
+        return {name: self._input(part, computed, dtype) for name, part in _inputs(computed.recipe).items()}
 
-    def _input(self, part: ir.Recipe, computed: Computed) -> int:
+    def _input(self, part: ir.Recipe, computed: Computed, wanted: ir.Dtype | None) -> int:
         region = _whole(_shape(part))
         if computed.index is not None:
             region = ((computed.index, 1), *region[1:])
         shape = tuple(length for _, length in region)
         stored = recipes.dtype(part)
         # Scales are used in float32, whatever floating type is stored, or exponents.
-        dtype: ir.Dtype = "float32" if stored is None or stored == "float8_e8m0fnu" else stored
+        dtype: ir.Dtype = wanted or ("float32" if stored is None or stored == "float8_e8m0fnu" else stored)
         target = self._add_target(Target(None, dtype, shape))
         self._place(part, views.contiguous(shape), region, target, (dtype,))
         return target

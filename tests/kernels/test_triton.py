@@ -41,10 +41,10 @@ SHARED_BYTES = 160 * 1024
 
 
 ANYWHERE = (
-    "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "launched_without_torch.py", "fused_steps.py",
-    "routed_experts.py", "launched_states.py", "launched_recurrences.py", "launched_latents.py", "launched_sparse.py",
-    "launched_blocks.py", "launched_entries.py", "hopper_attention.py", "launched_quantised_linear.py",
-    "launched_quantised_experts.py", "launched_rounded.py",
+    "launched.py", "launched_rows.py", "launched_rotary_write_kv.py", "launched_without_torch.py",
+    "launched_at_load.py", "fused_steps.py", "routed_experts.py", "launched_states.py", "launched_recurrences.py",
+    "launched_latents.py", "launched_sparse.py", "launched_blocks.py", "launched_entries.py", "hopper_attention.py",
+    "launched_quantised_linear.py", "launched_quantised_experts.py", "launched_rounded.py",
 )  # fmt: skip
 """Files whose tests run in the interpreter and on GPUs."""
 

@@ -17,13 +17,15 @@ from precast.bench.steps import sizes_of
 from precast.builder.build import build
 from precast.builder.native.variants import ALONE, Variant, World, engine_launches, of_worlds, variants
 from precast.ir.graph.logit_parts import in_parts
-from precast.ir.graph.schema import Cast, Graph, Param, Read, Repack, Slice, TensorType, Tie, Transpose, Value
+from precast.ir.graph.schema import Cast, Graph, Param, Quantise, Read, Repack, Slice, TensorType, Tie, Transpose, Value
 from precast.ir.graph.world import bound, unsharded
 from precast.ir.memory import caches
 from precast.ir.native import takes
 from precast.ir.weights import recipes
+from precast.ir.weights.tensorfile import element_bytes
 from precast.kernels.choices import cases, records_of
 from precast.kernels.collectives.launches import Among
+from precast.kernels.dequantise.launches import PARTS, STORED, Part, quantising_key
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.launch import launched_of
 from precast.kernels.records import Launch, Pointer, Record, Stride
@@ -139,6 +141,23 @@ def test_params_of_words_in_another_order_have_a_kernel(part: Literal["values", 
     found = {variant.key for variant in variants(changed, [GPU])}
 
     assert [each for each in REPACKED if repacked_key(each)[0] in found] == [part] * (part is not None)
+
+
+@pytest.mark.parametrize("part", [None, *PARTS])
+def test_params_that_are_quantised_while_they_are_read_have_kernels(part: Part | None, graph: Graph) -> None:
+    """For each type that a checkpoint may have, and for what puts the results where they belong."""
+    read = Read("w", (300, 200))
+    recipe = Cast(read, "float32") if part is None else Transpose(Quantise(read, part, (128, 128)), 0, 1)
+    param = Param("w", TensorType(PARTS.get(part, "float32"), recipes.shape(recipe)), recipe)  # type: ignore[arg-type]
+    others = tuple(msgspec.structs.replace(each, recipe=Tie("w")) for each in graph.params)
+    changed = msgspec.structs.replace(graph, params=(param, *others))
+
+    found = {variant.key for variant in variants(changed, [GPU])}
+
+    wanted = {(each, stored): quantising_key(each, (128, 128), stored)[0] for each in PARTS for stored in STORED}
+    assert {each for each, key in wanted.items() if key in found} == ({(part, s) for s in STORED} if part else set())
+    copied = {element_bytes(PARTS[part])} if part else set()
+    assert {size for size, dtype in REARRANGED.items() if rearranged_key(dtype)[0] in found} >= copied
 
 
 def test_launches_are_what_torch_s_tensors_make_them(graph: Graph) -> None:

@@ -25,10 +25,13 @@ from safetensors.torch import save_file
 
 from precast.builder.native.layer import native_layer, target_named
 from precast.ir.errors import WeightsError
-from precast.ir.graph.schema import Cast, Concat, Dtype, Graph, Recipe, Repack, Slice, Stack, Transpose
+from precast.ir.graph.schema import Cast, Concat, Dtype, Graph, Quantise, Recipe, Repack, Slice, Stack, Transpose
 from precast.ir.manifest import Checkpoint
 from precast.ir.native import NO_ARGUMENT, NativeKernel, NativeLayer, NativeParam
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.tensorfile import element_bytes
+from precast.kernels.dequantise.launches import PARTS, Part, quantising, quantising_key
+from precast.kernels.dequantise.quantise import quantised as of_matrix
 from precast.kernels.dtypes import BY_NAME
 from precast.kernels.without_torch import copies
 from precast.kernels.without_torch.copies import (
@@ -42,6 +45,7 @@ from precast.kernels.without_torch.copies import (
 )
 from precast.loader.device import Buffer, host_bytes
 from precast.loader.driver import library, param_plan, weights
+from precast.loader.driver import quantising as quantising_rounds
 from precast.loader.driver.context import begin
 from precast.loader.driver.copies import Copies
 from precast.loader.driver.device import DriverDevice
@@ -55,24 +59,32 @@ _ROWS, _COLUMNS = (rearranged().constants[name] for name in ("ROWS", "COLUMNS"))
 _WORD_ROWS, _WORD_COLUMNS = (repacked("values").constants[name] for name in ("ROWS", "COLUMNS"))
 
 
-def layer_for(*kinds: int | str) -> NativeLayer:
-    """A layer that copies elements of so many bytes, and repacks these parts of weights."""
+Kind = int | str | tuple[Part, tuple[int, int], Dtype]
+
+
+def layer_for(*kinds: Kind) -> NativeLayer:
+    """A layer that copies elements of so many bytes, repacks these parts of weights, and makes these parts of matrices
+    that are quantised: with a scale for each of such blocks, of such a type."""
     kernels = []
     for kind in kinds:
-        launch = rearranged() if isinstance(kind, int) else repacked(kind)
-        key, _ = rearranged_key(REARRANGED[kind]) if isinstance(kind, int) else repacked_key(kind)
+        if isinstance(kind, tuple):
+            launch, (key, _) = quantising(*kind[:2]), quantising_key(*kind)
+        else:
+            launch = rearranged() if isinstance(kind, int) else repacked(kind)
+            key, _ = rearranged_key(REARRANGED[kind]) if isinstance(kind, int) else repacked_key(kind)
         params = tuple(NativeParam("pointer" if i < 2 else "int64", i) for i in range(len(launch.args)))
         params += (NativeParam("pointer", NO_ARGUMENT),) * 2
-        kernels.append(NativeKernel(launch.kernel, key, _DIGEST, f"copy_{kind}", 128, 0, params))
+        name = f"{kind[0]} of {kind[2]}" if isinstance(kind, tuple) else f"{kind}"
+        kernels.append(NativeKernel(launch.kernel, key, _DIGEST, f"copy_{name}", 128, 0, params))
     return NativeLayer("sm_90", 12000, {}, {}, tuple(kernels), {_DIGEST: _IMAGE})
 
 
 class Gpu(CudaDriver):
-    """Does what `copy_kernel` and `repack_kernel` do."""
+    """Does what `copy_kernel`, `repack_kernel` and `quantise_kernel` do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_copies = self.num_repacked = 0
+        self.num_copies = self.num_repacked = self.num_quantised = 0
         self._functions: dict[int, str] = {}
 
     def cuModuleGetFunction(self, found: Any, module: Any, name: bytes) -> int:
@@ -82,6 +94,9 @@ class Gpu(CudaDriver):
 
     def cuLaunchKernelEx(self, config: int, function: int, arguments: int, extra: Any) -> int:
         grid, kind = library.Config.from_address(config).grid, self._functions[function]
+        if " of " in kind:
+            self.num_quantised += 1
+            return self._quantise(*kind.split(" of "), grid, arguments)  # type: ignore[arg-type]
         if not kind.isdigit():
             self.num_repacked += 1
             return self._repack(kind, grid, arguments)
@@ -96,6 +111,16 @@ class Gpu(CudaDriver):
                 source, target = (sum(map(operator.mul, (*place, column), steps)) for steps in (x_steps, out_steps))
                 ctypes.memmove(out + each * target, x + each * source, each)
         self.num_copies += 1
+        return 0
+
+    def _quantise(self, part: Part, stored: Dtype, grid: Any, arguments: int) -> int:
+        places = (ctypes.c_void_p * 6).from_address(arguments)
+        x, out, rows, columns, *block = (ctypes.c_int64.from_address(place or 0).value for place in places)
+        assert grid[0] == math.ceil(rows / block[0]) * math.ceil(columns / block[1])
+        data = bytearray(ctypes.string_at(x, rows * columns * element_bytes(stored)))
+        matrix = torch.frombuffer(data, dtype=BY_NAME[stored]).view(rows, columns)
+        made = of_matrix(matrix, part, (block[0], block[1])).view(torch.uint8).numpy().tobytes()
+        ctypes.memmove(out, made, len(made))
         return 0
 
     def _repack(self, part: str, grid: Any, arguments: int) -> int:
@@ -245,6 +270,95 @@ def test_scales_are_looked_at_on_their_way(value: float, loaded: Loaded) -> None
     else:
         found = loaded(parse_graph(QUANTISED), tensors, layer_for(4))
         assert found == {name: tensors[name].t().contiguous().view(torch.uint8).numpy().tobytes() for name in "ws"}
+
+
+BLOCKS = (128, 128)
+MATRICES = {
+    "a": torch.randn(200, 150).bfloat16(), "b": torch.randn(128, 150).bfloat16(), "c": torch.randn(40, 8).half(),
+    "d": torch.randn(9, 40), "experts": torch.randn(3, 6, 10).bfloat16(),
+}  # fmt: skip
+
+
+def part(name: str, which: Part, block: tuple[int, int]) -> Recipe:
+    return Quantise(read(name, MATRICES), which, block)
+
+
+def joined(which: Part) -> Recipe:
+    return Concat((part("a", which, BLOCKS), part("b", which, BLOCKS)), 0)
+
+
+AT_LOAD: dict[str, Recipe] = {
+    "values": joined("values"), "scales": joined("scales"), "c": part("c", "values", (1, 8)),
+    "c.scales": part("c", "scales", (1, 8)), "turned": Transpose(part("d", "values", (9, 1)), 0, 1),
+    "turned.scales": Transpose(part("d", "scales", (9, 1)), 0, 1),
+    "some": Slice(part("a", "values", BLOCKS), 0, 60, 90),
+    "experts": part("experts", "values", (1, 10)), "experts.scales": part("experts", "scales", (1, 10)),
+    "plain": read("b", MATRICES),
+}  # fmt: skip
+QUANTISED_KINDS: tuple[Kind, ...] = tuple(
+    (which, block, stored)
+    for which in PARTS
+    for block, stored in ((BLOCKS, "bfloat16"), ((1, 8), "float16"), ((9, 1), "float32"), ((1, 10), "bfloat16"))
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("round_bytes", [1, 70_000, 1 << 30])
+def test_matrices_are_quantised_while_they_are_read(
+    round_bytes: int, gpu: Gpu, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantising_rounds, "ROUND_BYTES", round_bytes)
+
+    found = loaded(params_graph(AT_LOAD, MATRICES), MATRICES, layer_for(1, 4, *QUANTISED_KINDS))
+
+    assert found == expected(AT_LOAD, MATRICES)
+    assert gpu.num_quantised > len(AT_LOAD)
+
+
+@pytest.mark.parametrize("round_bytes", [1, 70_000])
+def test_a_matrix_is_read_once_for_its_values_and_scales(
+    round_bytes: int, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantising_rounds, "ROUND_BYTES", round_bytes)
+    save_file(MATRICES, tmp_path / "model.safetensors")
+    what = param_plan.planned(params_graph(AT_LOAD, MATRICES), Checkpoint(), CheckpointFiles.open(tmp_path))
+    context = begin("cuda")
+    device = context.result().device
+    params = weights.placed(what, params_graph(AT_LOAD, MATRICES), device)
+
+    read = weights.stream(what, params, weights.Ring(context), device, layer_for(1, 4, *QUANTISED_KINDS))
+
+    of_slice = MATRICES["a"][:128].nbytes  # its blocks are those of other computations, but it is another matrix
+    assert read == param_plan.bytes_needed(what)
+    assert read <= sum(each.nbytes for each in MATRICES.values()) + MATRICES["b"].nbytes + of_slice
+
+
+def test_a_layer_that_does_not_quantise_is_named(tmp_path: Path) -> None:
+    save_file(MATRICES, tmp_path / "model.safetensors")
+    what = param_plan.planned(params_graph(AT_LOAD, MATRICES), Checkpoint(), CheckpointFiles.open(tmp_path))
+
+    assert param_plan.lacking(what, layer_for(1, 4, *QUANTISED_KINDS)) == ""
+    for less in ((1, *QUANTISED_KINDS), (1, 4, *QUANTISED_KINDS[1:])):
+        assert param_plan.lacking(what, layer_for(*less)) == (
+            "the native layer has no kernels that quantise weights while they are read"
+        )
+
+
+WITH_SCALES = """
+inputs { %x: float32[1, T, 8] } symbols { T: 1.. }
+params {
+  %w: float8_e4m3fn[4, 8] = quantise(values, read("w", [4, 8]), block=[1, 8])
+  %s: float32[4, 1] = quantise(scales, read("w", [4, 8]), block=[1, 8])
+}
+main { %y = precast.quantised_linear(input=%x, weight=%w, scales=%s, format="fp8", block=[1, 8]) return y=%y }
+"""
+
+
+def test_weights_that_are_no_numbers_are_found_by_their_scales(loaded: Loaded) -> None:
+    tensors = {"w": torch.ones(4, 8).bfloat16()}
+    tensors["w"][2, 5] = torch.nan
+
+    with pytest.raises(WeightsError, match=r"w: the weight at \[2, 5\] is nan"):
+        loaded(parse_graph(WITH_SCALES), tensors, layer_for(1, 4, *((p, (1, 8), "bfloat16") for p in PARTS)))
 
 
 def test_what_the_kernel_does_not_take() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from precast.ir.graph.schema import (
     Quantise,
     Read,
     Recipe,
+    Repeat,
     Scale,
     Slice,
     TensorType,
@@ -171,15 +172,18 @@ def test_types_that_are_not_converted_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [(128, 128), (1, 8)], ids=["blocks", "channels"])
-def test_weights_that_are_quantised_while_they_are_read_are_left_to_torch(
-    block: tuple[int, int], tmp_path: Path
-) -> None:
-    tensors = {"a": torch.zeros(4, 8)}
-    recipe = Quantise(params_read("a", tensors), "scales", block)
+def test_weights_that_are_quantised_while_they_are_read(block: tuple[int, int], tmp_path: Path) -> None:
+    def why(change: Callable[[Recipe], Recipe], dtype: torch.dtype = torch.float32) -> str:
+        tensors = {"a": torch.zeros(4, 8, dtype=dtype)}
+        graph = params_graph({"a": change(Quantise(params_read("a", tensors), "scales", block))}, tensors)
+        return uncovered(planned(graph, Checkpoint(), files_of(tmp_path, tensors)))
 
-    what = planned(params_graph({"a": recipe}, tensors), Checkpoint(), files_of(tmp_path, tensors))
-
-    assert uncovered(what) == "weights are quantised while they are read"
+    assert why(lambda scales: scales) == ""
+    assert why(lambda scales: Transpose(scales, 0, 1), torch.bfloat16) == ""
+    assert why(lambda scales: scales, torch.float64) == "weights of float64 are quantised while they are read"
+    rearranged = "weights that are quantised while they are read are rearranged"
+    assert why(lambda scales: Cast(scales, "bfloat16")) == rearranged
+    assert why(lambda scales: Repeat(scales, 0, 2)) == rearranged
 
 
 def test_scales_are_read_or_filled(tmp_path: Path) -> None:
