@@ -117,10 +117,10 @@ def planned_bytes(what: Planned) -> int:
 def uncovered(what: Planned) -> str:
     """Why params aren't made here; empty if they are."""
     if what.assembly.computed:
-        from precast.loader.driver import quantising
+        from precast.loader.driver import quantise_plan
 
         targets = what.plan.targets
-        why = quantising.refusal(what.assembly.computed, what.stored, lambda i: targets[i].name is not None)
+        why = quantise_plan.refusal(what.assembly.computed, what.stored, lambda i: targets[i].name is not None)
         if why:
             return why
     if what.rounded is not None:
@@ -136,10 +136,10 @@ def lacking(what: Planned, layer: NativeLayer) -> str:
     """Why params aren't made here with this layer; empty if they are."""
     if not what.assembly.computed:
         return ""
-    from precast.loader.driver import quantising
+    from precast.loader.driver import quantise_plan
 
     native = Native(layer)
-    there = all(native.of_key(key) for key in quantising.keys(what.assembly.computed, what.stored))
+    there = all(native.of_key(key) for key in quantise_plan.keys(what.assembly.computed, what.stored))
     return "" if there else "the native layer has no kernels that quantise weights while they are read"
 
 
@@ -147,9 +147,9 @@ def bytes_needed(what: Planned) -> int:
     """The bytes of the checkpoint that params are made of."""
     if not what.assembly.computed:
         return what.plan.bytes_needed
-    from precast.loader.driver import quantising
+    from precast.loader.driver import quantise_plan
 
-    return what.plan.bytes_needed + quantising.num_bytes(what.assembly.computed, what.stored)
+    return what.plan.bytes_needed + quantise_plan.num_bytes(what.assembly.computed, what.stored)
 
 
 def target_bytes(target: Target) -> int:

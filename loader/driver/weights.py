@@ -184,11 +184,12 @@ def _brought(what: Planned, params: Params, ring: Ring, device: DriverDevice, la
 
 def _quantised(what: Planned, params: Params, ring: Ring, device: DriverDevice, layer: NativeLayer) -> int:
     """Make what is quantised while it is read, and look at its scales; the bytes that were read."""
-    from precast.loader.driver import quantising
+    from precast.loader.driver.quantise_plan import rounds
+    from precast.loader.driver.quantising import Quantising
 
     computed, stored, num_bytes = what.assembly.computed, what.stored, 0
-    kernels, memory = quantising.Quantising(computed, stored, layer, device), None
-    for each in quantising.rounds(computed, stored):
+    kernels, memory = Quantising(computed, stored, layer, device), None
+    for each in rounds(computed, stored):
         plan = read_plan(each.assembly, stored, what.files)
         places, total = _in_a_row(range(len(plan.targets)), plan.targets)
         if memory is None or memory.shape[0] < total:

@@ -44,8 +44,7 @@ from precast.kernels.without_torch.copies import (
     repacked_key,
 )
 from precast.loader.device import Buffer, host_bytes
-from precast.loader.driver import library, param_plan, weights
-from precast.loader.driver import quantising as quantising_rounds
+from precast.loader.driver import library, param_plan, quantise_plan, weights
 from precast.loader.driver.context import begin
 from precast.loader.driver.copies import Copies
 from precast.loader.driver.device import DriverDevice
@@ -306,7 +305,7 @@ QUANTISED_KINDS: tuple[Kind, ...] = tuple(
 def test_matrices_are_quantised_while_they_are_read(
     round_bytes: int, gpu: Gpu, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantising_rounds, "ROUND_BYTES", round_bytes)
+    monkeypatch.setattr(quantise_plan, "ROUND_BYTES", round_bytes)
 
     found = loaded(params_graph(AT_LOAD, MATRICES), MATRICES, layer_for(1, 4, *QUANTISED_KINDS))
 
@@ -318,7 +317,7 @@ def test_matrices_are_quantised_while_they_are_read(
 def test_a_matrix_is_read_once_for_its_values_and_scales(
     round_bytes: int, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantising_rounds, "ROUND_BYTES", round_bytes)
+    monkeypatch.setattr(quantise_plan, "ROUND_BYTES", round_bytes)
     save_file(MATRICES, tmp_path / "model.safetensors")
     what = param_plan.planned(params_graph(AT_LOAD, MATRICES), Checkpoint(), CheckpointFiles.open(tmp_path))
     context = begin("cuda")
