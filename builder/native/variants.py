@@ -134,9 +134,13 @@ def variants(graph: Graph, targets: Sequence[Target], among: Among | None = None
 
 
 def _of_load(graph: Graph) -> Iterator[Variant]:
-    """What a load launches: copies of params whose rows and columns are exchanged, and of words in another order."""
-    for size in sorted({element_bytes(param.type.dtype) for param in graph.params if _is_turned(param.recipe)}):
-        if size in REARRANGED:
+    """What a load launches: copies of params whose rows and columns are exchanged, and of words in another order.
+
+    Elements that lie side by side may be copied as larger ones.
+    """
+    turned = {element_bytes(param.type.dtype) for param in graph.params if _is_turned(param.recipe)}
+    for size in REARRANGED:
+        if size >= min(turned, default=size + 1):
             yield Variant(rearranged(), *rearranged_key(REARRANGED[size]), (), (), ())
     found = set[str]().union(*(_repacked(param.recipe) for param in graph.params))
     for part in REPACKED:

@@ -84,6 +84,7 @@ class Gpu(CudaDriver):
     def __init__(self) -> None:
         super().__init__()
         self.num_copies = self.num_repacked = self.num_quantised = 0
+        self.sizes: set[int] = set()  # of the elements that were copied
         self._functions: dict[int, str] = {}
 
     def cuModuleGetFunction(self, found: Any, module: Any, name: bytes) -> int:
@@ -110,6 +111,7 @@ class Gpu(CudaDriver):
                 source, target = (sum(map(operator.mul, (*place, column), steps)) for steps in (x_steps, out_steps))
                 ctypes.memmove(out + each * target, x + each * source, each)
         self.num_copies += 1
+        self.sizes.add(each)
         return 0
 
     def _quantise(self, part: Part, stored: Dtype, grid: Any, arguments: int) -> int:
@@ -227,6 +229,24 @@ def test_what_the_layer_copies_is_as_what_the_host_makes(
     assert found == expected(RECIPES)
     assert (gpu.num_copies > 0) == (4 in sizes)
     assert (gpu.num_repacked > 0) == ("values" in sizes)
+
+
+ROWS = {"rows": torch.randint(0, 256, (4, 3, 2, 12)).to(torch.uint8)}
+
+
+@pytest.mark.parametrize(("sizes", "widest"), [((1, 2, 4), 4), ((1, 2), 2), ((1,), 1)], ids=str)
+@pytest.mark.parametrize(("begin", "length", "most"), [(0, 12, 4), (4, 4, 4), (2, 10, 2), (0, 9, 1), (1, 8, 1)])
+def test_short_rows_are_copied_in_words(
+    begin: int, length: int, most: int, sizes: tuple[int, ...], widest: int, loaded: Loaded, gpu: Gpu
+) -> None:
+    """As large ones as the layer has a kernel for, and as rows and what is between them are multiples of."""
+    whole = Transpose(read("rows", ROWS), 1, 2)
+    recipes: dict[str, Recipe] = {"whole": whole, "part": Slice(whole, 3, begin, length)}
+
+    found = loaded(params_graph(recipes, ROWS), ROWS, layer_for(*sizes))
+
+    assert found == expected(recipes, ROWS)
+    assert gpu.sizes == {widest, min(most, widest)}
 
 
 def test_what_is_cast_or_moved_is_made_on_the_host_and_all_else_by_kernels(gpu: Gpu, tmp_path: Path) -> None:
