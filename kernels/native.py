@@ -29,6 +29,10 @@ class Native:
                 return kernel
         return None
 
+    def takes_all(self, key: str) -> bool:
+        """Whether there is a kernel for launches with this key, whatever their arguments."""
+        return any(not (kernel.aligned or kernel.ones or narrow) for kernel, narrow in self._by_key.get(key, ()))
+
     def of_key(self, key: str) -> list[NativeKernel]:
         """All kernels with this key, whatever arguments they take."""
         return [kernel for kernel, _ in self._by_key.get(key, ())]

@@ -105,7 +105,8 @@ def lacking(
     anywhere = Anywhere(graph, () if program.collectives is None else program.collectives.names)
     native, wanted = Native(layer), set[tuple[str, str, tuple[int, ...]]]()
     steps: defaultdict[tuple[int, int, int], list[Launching]] = defaultdict(list)
-    for ranges, launching in program.classes():
+    # What a kernel takes whatever its arguments are need not be laid out.
+    for ranges, launching in program.classes(lambda each: bool(each.key) and not native.takes_all(each.key)):
         for step in steps_within(ranges, most):
             steps[step] += launching
     pages = {pool.pages: 1 for pool in graph.caches.pools}

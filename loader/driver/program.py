@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -130,16 +130,19 @@ class NativeProgram:
                     found |= exprs.free_symbols(expr)
         return frozenset(found)
 
-    def classes(self) -> Iterator[tuple[Ranges, list[Launching]]]:
-        """The classes of sizes that choices tell apart, and the nodes that run in a way of their own in each. Of calls
-        that are alike, those of the first."""
+    def classes(self, is_wanted: Callable[[Keyed], bool]) -> Iterator[tuple[Ranges, list[Launching]]]:
+        """The classes of sizes that choices tell apart, and the nodes that run in a way of their own in each, with a
+        launch that `is_wanted`. Of calls that are alike, those of the first."""
         alike = {item.alike: item for item in reversed(self._main) if isinstance(item, RunCall)}
         functions: list[tuple[RunCall | None, Sequence[RunNode]]] = [(None, self._nodes[""])]
         functions += [(first, self._nodes[first.call.block]) for first in alike.values()]
         found: defaultdict[tuple[Any, ...], list[Launching]] = defaultdict(list)
         for first, nodes in functions:
             for node in nodes:
-                for sizes in dict.fromkeys(tuple(sorted(way.sizes.items())) for way in (*node.ways, *node.norm)):
+                ways = (
+                    way for way in (*node.ways, *node.norm) if node.meets or any(map(is_wanted, way.launches))
+                )  # fmt: skip
+                for sizes in dict.fromkeys(tuple(sorted(way.sizes.items())) for way in ways):
                     found[sizes].append((first, node))
         return ((dict(sizes), launching) for sizes, launching in found.items())
 

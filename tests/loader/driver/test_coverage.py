@@ -14,7 +14,7 @@ from precast.builder.native.variants import known_targets, variants
 from precast.builder.source.shrink import shrink
 from precast.ir.artifact import Bundle
 from precast.ir.graph.schema import Call, Graph, Ref
-from precast.ir.native import NativeKernel, NativeLayer
+from precast.ir.native import NativeKernel, NativeLayer, NativeParam
 from precast.kernels.native import Native
 from precast.kernels.records import Ranges
 from precast.kernels.use import GPU, types_in
@@ -169,6 +169,15 @@ def test_what_is_missed_is_what_steps_want(family: str, tmp_path: Path) -> None:
         native = Native(others)
         really = {name for name, key, values in wanted if key and native.find(key, values) is None}
         assert really <= set(lacking(program, graph, addresses, others, most)), kernel
+
+
+@pytest.mark.parametrize("condition", [{"aligned": (0,)}, {"ones": (0,)}, {"params": (NativeParam("int32", 0),)}, {}])
+def test_what_has_a_condition_does_not_take_all_arguments(condition: dict[str, Any]) -> None:
+    """Launches with its key are laid out, to see whether it takes theirs."""
+    kernel = replace(NativeKernel("of:some", "key", "", "", 32, 0, (NativeParam("int64", 0),)), **condition)
+
+    assert Native(NativeLayer("sm_90", 0, {}, {}, (kernel,), {})).takes_all("key") == (not condition)
+    assert not Native(NativeLayer("sm_90", 0, {}, {}, (kernel,), {})).takes_all("another")
 
 
 def test_a_deep_model_is_looked_up(tmp_path: Path) -> None:
