@@ -34,6 +34,8 @@ def passed(name):
 passed.last = 0.0
 from pathlib import Path
 passed("interpreter")
+from precast.loader.driver.shared_libraries import import_all
+import_all()
 import precast.loader.driver.load
 from precast.ir.artifact import Bundle
 from precast.ir.graph.world import UNSHARDED

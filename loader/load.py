@@ -188,6 +188,9 @@ def _load_with_driver(
     Raises TargetError `backend-unfit` instead if it `must`.
     """
     began, num_phases = time.perf_counter(), len(timeline.phases)
+    from precast.loader.driver.shared_libraries import import_all
+
+    import_all()  # before anything else that has libraries is imported
     from precast.loader.driver.load import load_with_driver
     from precast.loader.driver.unfit import UnfitError
 

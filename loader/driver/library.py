@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -157,6 +158,13 @@ def function(name: str) -> Callable[..., int]:
     return checked
 
 
+def look_up_all() -> None:
+    """Find all functions now: who asks for one while the system opens a library waits for that."""
+    for name in _ARGUMENTS:
+        with suppress(TargetError):
+            function(name)
+
+
 @cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -173,6 +181,12 @@ def made(name: str, kind: Any, *args: Any) -> Any:
     found = kind()
     call(name, ctypes.byref(found), *args)
     return found.value
+
+
+def cuda_version() -> int:
+    """The version of CUDA that the driver has, 12040 for 12.4."""
+    found: int = made("cuDriverGetVersion", c_int)
+    return found
 
 
 def name_of(status: int) -> str:

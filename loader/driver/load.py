@@ -22,10 +22,11 @@ from precast.kernels.choices import records_of
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import GPU
 from precast.loader.collector import collector_held
-from precast.loader.driver import param_plan, weights
+from precast.loader.driver import library, param_plan, weights
 from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.param_plan import Planned
+from precast.loader.driver.shared_libraries import open_cublaslt
 from precast.loader.driver.unfit import UnfitError
 from precast.loader.driver.weights import Params, Ring
 from precast.loader.native import Chosen, choose
@@ -52,9 +53,7 @@ def load_with_driver(
         opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
         if layer is None and not opened.native:
             raise UnfitError("the bundle has no native layer", opened)
-        libraries = ThreadPoolExecutor(1, thread_name_prefix="precast-libraries")
-        libraries.submit(_open_libraries)
-        libraries.shutdown(wait=False)
+        open_cublaslt()
         ring = Ring(context)
         rules = options.rules(opened)
         files = CheckpointFiles.open(folder)
@@ -93,7 +92,7 @@ def load_with_driver(
 def _native_layer(opened: Bundle, device: DriverDevice, options: LoadOptions, rules: Trust) -> tuple[NativeLayer, str]:
     """The layer that is admitted, and by which rule. Raises UnfitError where none is."""
     target = GPU._replace(capability=device.capability).text
-    return admitted(opened, choose(opened, target, allowed=options.native, trust=rules))
+    return admitted(opened, choose(opened, target, allowed=options.native, trust=rules, cuda=library.cuda_version()))
 
 
 def admitted(opened: Bundle, chosen: Chosen) -> tuple[NativeLayer, str]:
@@ -114,11 +113,3 @@ def streamed_params(
         phase.bytes = weights.stream(planned, params, ring, device, layer)
         phase.counters = {"bytes_read": phase.bytes, "bytes_needed": param_plan.bytes_needed(planned)}
         phase.note = ring.note
-
-
-def _open_libraries() -> None:
-    """Open what products are computed by: half a gigabyte, for which the system takes a while. It opens one library at
-    a time: those that imports bring wait for this one, which is begun in good time before them."""
-    from precast.kernels.linear import cublaslt
-
-    cublaslt.is_installed()

@@ -89,13 +89,13 @@ def runner_ready(
     limits = options.limits(opened.manifest.model.max_seq_len)
     with device.use():
         with timeline.phase("launches"), collector_held():
-            target = target_of(device, opened, options)
             kernels = Kernels(Native(layer), device)
             with ThreadPoolExecutor(1, thread_name_prefix="precast-kernels") as pool:
                 # The driver loads one after another, and the interpreter is free meanwhile. A layer for other worlds
                 # has kernels besides that no launch takes.
                 loading = None if layer.worlds else pool.submit(kernels.load_all, layer)
                 try:
+                    target = target_of(device, opened, options)
                     graph = with_rounded_inputs(graph, target)
                     model = as_launches(graph, target, opened, layer, limits)
                     if loading is not None:
