@@ -84,6 +84,7 @@ def load_with_driver(
         except BaseException:  # an interrupt too, which must not wait for all the bytes, or for a silent server
             folder.stop()
             raise
+    runner.ring = ring
     if options.capture == "before":
         ready.capture_before(runner, timeline)
     return ready.engine_of(runner, options, timeline, opened)

@@ -15,10 +15,11 @@ from precast.loader.device import Buffer, Event
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.kernels import Run
 from precast.loader.driver.model import Model
+from precast.loader.driver.weights import Ring
 from precast.loader.run.batch import Arrays
 from precast.loader.run.capture import Memory, Size
 from precast.loader.run.draws import DTYPES
-from precast.loader.run.steps import StepRunner
+from precast.loader.run.steps import StepRunner, Ticket
 from precast.loader.sizing import EngineLimits
 from precast.loader.world.orders import Kind, Order
 
@@ -52,6 +53,10 @@ class DriverRunner(StepRunner):
         self._model: Model | None = model
         self._spare = device.alloc(self._drawn_bytes.shape[0])
         self._ids = device.alloc(8 * limits.max_num_tokens)
+        self.ring: Ring | None = None
+        """Pinned memory that is not needed any more. Giving it back takes as long as a step, so it is kept until a
+        second step was made, or a size is to be captured."""
+        self._has_drawn = False
 
     def warm_up(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
         """Compute a prompt of so many tokens that nobody asked for, as far as it goes without one: no cache is written,
@@ -67,6 +72,24 @@ class DriverRunner(StepRunner):
                 launch(self._stream_of.current)
                 if is_over():
                     return
+
+    def collect(self, ticket: Ticket) -> list[int]:
+        """As `StepRunner.collect`."""
+        drawn = super().collect(ticket)
+        if self._has_drawn:
+            self._give_ring_back()
+        self._has_drawn = True
+        return drawn
+
+    def capture_next(self) -> None:
+        """As `StepRunner.capture_next`."""
+        self._give_ring_back()
+        super().capture_next()
+
+    def _give_ring_back(self) -> None:
+        if self.ring is not None:
+            self.ring.give_back()
+            self.ring = None
 
     @contextmanager
     def _drawn_kept(self) -> Iterator[None]:
@@ -116,7 +139,7 @@ class DriverRunner(StepRunner):
         return Memory(self._places.address, 0)
 
     def _drop(self) -> None:
-        self._model = None
+        self._model = self.ring = None
         del self._spare, self._ids
 
 

@@ -8,6 +8,7 @@ only where some need it: that takes a while. What is read where is planned befor
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -81,6 +82,10 @@ class Ring:
         """What is to be said of it; empty if nothing is."""
         count = len(self._pinned.result())
         return "" if count == THREADS else f"the host pins no more than {count} of {THREADS} buffers"
+
+    def give_back(self) -> None:
+        """Let the memory go, by a thread of its own."""
+        threading.Thread(target=self._pinned.result().clear, name="precast-unpinning").start()
 
 
 def pinned_parts(device: DriverDevice) -> list[Buffer]:
