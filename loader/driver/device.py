@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -77,6 +78,11 @@ class DriverDevice:
         """As the interface says."""
         owner = _Memory(self, num_bytes, pinned=pinned)
         return Buffer(owner.address, "uint8", (num_bytes,), (1,), owner)
+
+    def pin(self, memory: mmap.mmap) -> Buffer:
+        """Memory of this process, pinned until nobody holds the buffer. Raises DriverError where it can't be."""
+        owner = _Registered(self, memory)
+        return Buffer(owner.address, "uint8", (len(memory),), (1,), owner)
 
     def copy(self, target: Buffer, source: Buffer, stream: Stream = None) -> None:
         """As the interface says; both lie in row-major order without gaps."""
@@ -270,6 +276,23 @@ class _Memory:
         if getattr(self, "address", 0):
             with suppress(library.DriverError, TypeError), self._device.use():
                 call("cuMemFreeHost" if self.pinned else "cuMemFree_v2", self.address)
+
+
+class _Registered:
+    """Memory of this process that is pinned as long as this object is there."""
+
+    def __init__(self, device: DriverDevice, memory: mmap.mmap) -> None:
+        self._device, self._is_pinned = device, False
+        self._held = ctypes.c_char.from_buffer(memory)
+        self.address = ctypes.addressof(self._held)
+        with device.use(), relaxed_capture():
+            call("cuMemHostRegister_v2", self.address, len(memory), 1)  # 1: for all contexts
+        self._is_pinned = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_pinned", False):
+            with suppress(library.DriverError, TypeError), self._device.use():
+                call("cuMemHostUnregister", self.address)
 
 
 class _Module:

@@ -32,7 +32,7 @@ class CudaDriver:
         self.most = dict(self.held)
         self.calls: Counter[str] = Counter()
         self.before: Callable[..., int | None] = lambda name, *args: None
-        self._memory: dict[int, tuple[str, int, mmap.mmap, Any]] = {}
+        self._memory: dict[int, tuple[str, int, object]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()  # whatever is collected may give memory back at any time
 
@@ -80,13 +80,16 @@ class CudaDriver:
     def cuMemHostAlloc(self, found: Any, num_bytes: int, flags: int) -> int:
         return self._alloc("pinned", found, num_bytes)
 
+    def cuMemHostRegister_v2(self, address: int, num_bytes: int, flags: int) -> int:
+        return self._hold("pinned", num_bytes) or self._known(address, "pinned", num_bytes)
+
     def cuMemFree_v2(self, address: int) -> int:
         with self._lock:
-            kind, num_bytes, _, _ = self._memory.pop(address)
+            kind, num_bytes, _ = self._memory.pop(address)
             self.held[kind] -= num_bytes
         return 0
 
-    cuMemFreeHost = cuMemFree_v2
+    cuMemFreeHost = cuMemHostUnregister = cuMemFree_v2
 
     def cuMemcpyAsync(self, target: int, source: int, num_bytes: int, stream: Any) -> int:
         ctypes.memmove(target, source, num_bytes)
@@ -118,14 +121,22 @@ class CudaDriver:
         return 0
 
     def _alloc(self, kind: str, found: Any, num_bytes: int) -> int:
+        if status := self._hold(kind, num_bytes):
+            return status
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+        kept_here = ctypes.c_char.from_buffer(memory)
+        found._obj.value = ctypes.addressof(kept_here)
+        return self._known(found._obj.value, kind, num_bytes, kept_here)
+
+    def _hold(self, kind: str, num_bytes: int) -> int:
         with self._lock:
             if self.held[kind] + num_bytes > self.limits[kind]:
                 return OUT_OF_MEMORY
             self.held[kind] += num_bytes
             self.most[kind] = max(self.most[kind], self.held[kind])
-            memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
-            pinned_here = ctypes.c_char.from_buffer(memory)
-            address = ctypes.addressof(pinned_here)
-            self._memory[address] = kind, num_bytes, memory, pinned_here
-        found._obj.value = address
+        return 0
+
+    def _known(self, address: int, kind: str, num_bytes: int, kept: object = None) -> int:
+        with self._lock:
+            self._memory[address] = kind, num_bytes, kept
         return 0

@@ -11,6 +11,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from precast.kernels.linear import cublaslt
 from precast.kernels.step_launches import drawing_launches, known_ids_launches
 from precast.kernels.use import GPU
 from precast.loader.driver import library, param_plan, weights
-from precast.loader.driver.context import begin
+from precast.loader.driver.context import Begun, begin
 from precast.loader.driver.coverage import covered
 from precast.loader.driver.load import load_with_driver
 from precast.loader.driver.model import logits_type
@@ -223,6 +224,27 @@ def test_a_ring_is_given_back_before_steps_are_captured(model: Model, driver: Cu
     threads_end()
     assert driver.held["pinned"] < SMALL
     engine.close()
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_pinned_memory_is_that_of_the_process_or_else_the_driver_s(
+    is_pinned: bool, model: Model, driver: CudaDriver
+) -> None:
+    """Its pages are taken of the system before there is a context."""
+    driver.before = lambda name, *_: 801 if name == "cuMemHostRegister_v2" and not is_pinned else None
+    begun: Future[Begun] = Future()
+    ring = weights.Ring(begun)
+    begun.set_result(begin("cuda").result())
+
+    parts = ring.parts()
+
+    assert len(parts) == weights.THREADS
+    assert {each.shape for each in parts} == {(weights.BUFFER_BYTES,)}
+    assert driver.calls["cuMemHostAlloc"] == (not is_pinned)
+    assert driver.held["pinned"] == weights.THREADS * weights.BUFFER_BYTES
+    for i, each in enumerate(parts):
+        ctypes.memset(each.pointer, i, weights.BUFFER_BYTES)
+    assert [ctypes.string_at(each.pointer + weights.BUFFER_BYTES - 1, 1)[0] for each in parts] == list(range(12))
 
 
 @pytest.mark.parametrize(("buffers", "num_threads"), [(5, 3), (1, 1)])
