@@ -50,11 +50,11 @@ def load_with_driver(
     """
     folder = options.folder()
     with timeline.phase("bundle") as phase, collector_held():
-        ring = Ring(context)
         opened = options.bundle if isinstance(options.bundle, Bundle) else Bundle.open(options.bundle)
         if layer is None and not opened.native:
             raise UnfitError("the bundle has no native layer", opened)
         open_cublaslt()
+        ring = Ring(context)
         rules = options.rules(opened)
         files = CheckpointFiles.open(folder)
         graph = bind_unverified(opened.graph, UNSHARDED)
