@@ -99,12 +99,18 @@ def uncovered(graph: Graph, target: Target, limits: EngineLimits) -> list[str]:
 def lacking(
     program: NativeProgram, graph: Graph, addresses: Addresses, layer: NativeLayer, most: Sizes,
     part: DrawnPart | None = None,
-) -> list[str]:  # fmt: skip
+) -> Iterator[set[str]]:  # fmt: skip
     """The kernels of steps of up to these sizes that a layer doesn't have, by name: of the least and the largest step
-    of each class, and of one between. `part`: what a rank has of the logits."""
+    of each class, and of one between, step by step, as that takes a while. `part`: what a rank has of the logits."""
     anywhere = Anywhere(graph, () if program.collectives is None else program.collectives.names)
-    native, wanted = Native(layer), set[tuple[str, str, tuple[int, ...]]]()
+    native, seen = Native(layer), set[tuple[str, tuple[int, ...]]]()
     steps: defaultdict[tuple[int, int, int], list[Launching]] = defaultdict(list)
+
+    def is_lacking(key: str, values: tuple[int, ...]) -> bool:
+        is_new = (key, values) not in seen
+        seen.add((key, values))
+        return is_new and native.find(key, values) is None
+
     # What a kernel takes whatever its arguments are need not be laid out.
     for ranges, launching in program.classes(lambda each: bool(each.key) and not native.takes_all(each.key)):
         for step in steps_within(ranges, most):
@@ -112,15 +118,13 @@ def lacking(
     pages = {pool.pages: 1 for pool in graph.caches.pools}
     for (tokens, count, rows), launching in steps.items():
         sizes = {**most, **pages, "T": tokens, "B": count, "R": rows}
-        for each in program.ready_alone(launching, sizes, anywhere.of(sizes), addresses):
-            if each.key:
-                wanted.add((each.launch.kernel, each.key, _integers(each.values)))
+        ready = program.ready_alone(launching, sizes, anywhere.of(sizes), addresses)
+        yield {each.launch.kernel for each in ready if each.key and is_lacking(each.key, _integers(each.values))}
     drawn = [(tokens, rows) for tokens, _, rows in steps_within({}, most)]
     drawn += [(rows, rows) for rows in rows_apart(most["R"])]
     for tokens, rows in drawn:
-        for launch in beside_the_graph(graph, program.target, tokens, rows, part):
-            wanted.add((launch.launch.kernel, launch.key, tuple(launch.values())))
-    return sorted({kernel for kernel, key, values in wanted if native.find(key, values) is None})
+        launches = beside_the_graph(graph, program.target, tokens, rows, part)
+        yield {each.launch.kernel for each in launches if is_lacking(each.key, tuple(each.values()))}
 
 
 def steps_within(ranges: Ranges, most: Sizes) -> list[tuple[int, int, int]]:

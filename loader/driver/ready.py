@@ -84,7 +84,8 @@ def runner_ready(
     """The runner of a `checked` graph over params whose bytes are on their way; `are_there` says when they have come.
 
     Raises UnfitError for what isn't computed by launches of the layer, TargetError (kernel-missing) for kernels that
-    steps of some size lack, and what `load` raises for the rest.
+    steps of some size lack, as far as there is time to look before the bytes have come, and what `load` raises for the
+    rest.
     """
     limits = options.limits(opened.manifest.model.max_seq_len)
     with device.use():
@@ -103,11 +104,15 @@ def runner_ready(
                 except BaseException:  # an interrupt too
                     kernels.stop()
                     raise
-            check_kernels(model, kernels)
+            kernels.load(model.program.launches())
         tensors = {**params, **on_host.constants(graph, opened.constants, device)}
         runner = pools(model, kernels, tensors, options, timeline, device)
         with timeline.phase("warm-up"), collector_held():
             runner.warm_up(min(WARMED_TOKENS, limits.max_num_tokens), are_there)
+            runner.unchecked = _looked_up(model)
+            for _ in runner.unchecked:
+                if are_there():
+                    break  # the rest is looked up once there is a token
     return runner
 
 
@@ -157,12 +162,22 @@ def kernels_of(model: Runnable, device: DriverDevice) -> Kernels:
 def check_kernels(model: Runnable, kernels: Kernels) -> None:
     """Load the kernels that steps may take. Raises TargetError (kernel-missing) for those that the layer lacks."""
     kernels.load(model.program.launches())
+    for _ in _looked_up(model):
+        pass
+
+
+def _looked_up(model: Runnable) -> Iterator[None]:
+    """Look up the kernels of steps, size by size. Raises TargetError (kernel-missing) in the end if some are not there,
+    which an other release of Precast may ask for."""
     part = None if model.drawing is None else model.drawing.part
-    most = most_sizes(model.graph, model.limits)
-    if gone := lacking(model.program, model.graph, model.addresses, model.layer, most, part):
+    most, gone = most_sizes(model.graph, model.limits), set[str]()
+    for each in lacking(model.program, model.graph, model.addresses, model.layer, most, part):
+        gone |= each
+        yield
+    if gone:
         raise TargetError(
             "kernel-missing",
-            f"the native layer has no kernel for some steps, of {', '.join(gone)}",
+            f"the native layer has no kernel for some steps, of {', '.join(sorted(gone))}",
             fix="load the bundle with backend='torch', or add the layer again with this release of Precast",
         )
 

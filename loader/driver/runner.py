@@ -56,6 +56,9 @@ class DriverRunner(StepRunner):
         self.ring: Ring | None = None
         """Pinned memory that is not needed any more. Giving it back takes as long as a step, so it is kept until a
         second step was made, or a size is to be captured."""
+        self.unchecked: Iterator[None] = iter(())
+        """What is still to be looked up: which kernels steps take. It raises TargetError (kernel-missing) if some are
+        not there, and is left until then, too."""
         self._has_drawn = False
 
     def warm_up(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
@@ -75,21 +78,24 @@ class DriverRunner(StepRunner):
 
     def collect(self, ticket: Ticket) -> list[int]:
         """As `StepRunner.collect`."""
-        drawn = super().collect(ticket)
         if self._has_drawn:
-            self._give_ring_back()
+            self._settle()
+        drawn = super().collect(ticket)
         self._has_drawn = True
         return drawn
 
     def capture_next(self) -> None:
         """As `StepRunner.capture_next`."""
-        self._give_ring_back()
+        self._settle()
         super().capture_next()
 
-    def _give_ring_back(self) -> None:
+    def _settle(self) -> None:
+        """What the first token didn't wait for."""
         if self.ring is not None:
             self.ring.give_back()
             self.ring = None
+        for _ in self.unchecked:
+            pass
 
     @contextmanager
     def _drawn_kept(self) -> Iterator[None]:

@@ -387,7 +387,11 @@ class Engine:
     # --- one step ----------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Launch a step over whatever waits and runs, and hand out what the step before it has drawn."""
+        """Launch a step over whatever waits and runs, and hand out what the step before it has drawn.
+
+        A size is captured afterwards, but not before the first token is handed out.
+        """
+        has_sampled = self._has_sampled
         step = self._scheduler.schedule_ahead()
         if step is None or not step.num_tokens:
             self._land()
@@ -408,7 +412,7 @@ class Engine:
         self._flights.append(_Flight(step, ticket))
         if len(self._flights) > 1 or not self._runs_ahead:
             self._land_first()
-        if self._has_sampled:
+        if has_sampled:
             self._capture_meanwhile()
 
     def _most_beside(self, num_decodes: int) -> int:

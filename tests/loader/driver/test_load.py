@@ -37,7 +37,7 @@ from precast.ir.weights.sources import LocalFolder
 from precast.kernels.linear import cublaslt
 from precast.kernels.step_launches import drawing_launches, known_ids_launches
 from precast.kernels.use import GPU
-from precast.loader.driver import library, param_plan, weights
+from precast.loader.driver import library, param_plan, ready, weights
 from precast.loader.driver.context import Begun, begin
 from precast.loader.driver.coverage import covered
 from precast.loader.driver.load import load_with_driver
@@ -57,6 +57,9 @@ GIVES_BACK = ("Free", "Destroy", "Unload", "Ctx", "ErrorName")
 NO_KERNELS = NativeLayer("sm_90", 12000, {}, {}, (), {})
 SMALL = 4 << 20
 """Bytes of all that a start of so small a model holds beside the ring and the weights."""
+
+
+SM_90 = GPU._replace(capability=(9, 0))
 
 
 class Model(NamedTuple):
@@ -88,7 +91,7 @@ def layer_of(bundle: Bundle) -> NativeLayer:
     graph = unsharded(bundle.graph)
     graph = msgspec.structs.replace(graph, caches=caches.with_slabs(graph.caches))
     limits = options_of(bundle, Path()).limits(bundle.manifest.model.max_seq_len)
-    target = GPU._replace(capability=(9, 0))
+    target = SM_90
     program, _ = covered(graph, target, limits)
     launches = list(program.launches())
     for count in range(1, MAX_TOKENS + 1):
@@ -197,6 +200,47 @@ def test_it_ends_between_two_launches(
     monkeypatch.setattr(DriverRunner, "warm_up", counted)
     engine = loaded(model)
     assert launched == [len(answers) - 1]
+    engine.close()
+
+
+def engine_over(model: Model, layer: NativeLayer, *, are_there: bool) -> Engine:
+    """An engine over params whose bytes have come, or not, when all else is ready."""
+    options = options_of(model.bundle, model.checkpoint)
+    device = begin("cuda").result().device
+    graph = ready.checked(unsharded(model.bundle.graph), options, model.bundle)
+    what = param_plan.planned(graph, model.bundle.manifest.checkpoint, CheckpointFiles.open(model.checkpoint))
+    params = weights.placed(what, graph, device).buffers
+    runner = ready.runner_ready(options, Timeline(), model.bundle, graph, layer, params, device, lambda: are_there)
+    return ready.engine_of(runner, options, Timeline(), model.bundle)
+
+
+def test_kernels_are_looked_up_while_there_is_time_and_else_after_the_first_token(
+    model: Model, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DriverRunner, "warm_up", lambda *_: None)
+    (ids,) = known_ids_launches(SM_90, 1)
+    of_one = {ids.key: (ids.launch.args.index("T"),)}  # this kernel takes steps of one token alone
+    kernels = tuple(
+        msgspec.structs.replace(kernel, ones=of_one.get(kernel.key, kernel.ones)) for kernel in model.layer.kernels
+    )
+    less, one = msgspec.structs.replace(model.layer, kernels=kernels), SamplingParams(max_tokens=1, ignore_eos=True)
+
+    with pytest.raises(TargetError, match=r"no kernel for some steps, of precast\.kernels\."):
+        engine_over(model, less, are_there=False)
+    engine = engine_over(model, less, are_there=True)
+    assert len(engine.generate([[3]], one)[0].token_ids) == 1
+    with pytest.raises(TargetError, match=r"no kernel for some steps, of precast\.kernels\."):
+        engine.generate([[3]], one)
+    engine.close()
+
+
+def test_the_first_token_waits_for_no_capture(model: Model, driver: CudaDriver) -> None:
+    engine = loaded(model)
+    tokens = engine.stream([3, 5, 7], SamplingParams(max_tokens=8, ignore_eos=True))
+    next(tokens)
+    assert driver.calls["cuStreamBeginCapture_v2"] == 0
+    assert len(list(tokens)) == 7
+    assert driver.calls["cuStreamBeginCapture_v2"] > 0
     engine.close()
 
 
