@@ -616,7 +616,7 @@ _KNOWN: dict[str, dict[str, Check]] = {
     "fp8": {
         "weight_block_size": _block, "weight_per_tensor": _one_of(True, False, None),
         "act_per_tensor": _one_of(True, False, None), "modules_to_not_convert": _names, "ignored_layers": _names,
-        "modules_to_convert": _one_of(None), "scale_fmt": _one_of(None, "float", "ue8m0"),
+        "modules_to_convert": _names, "scale_fmt": _one_of(None, "float", "ue8m0"),
         "fmt": _one_of("e4m3", "e4m3fn", "float8_e4m3fn"), "expert_dtype": _one_of(None, "fp8", "fp4"),
         "moe_quant_algo": _one_of("NVFP4"), "quant_algo": _one_of("MIXED_PRECISION"), "ignore": _names,
         "config_groups": _groups, "group_size": _one_of(None, 16), "quantized_layers": _modelopt_layers,

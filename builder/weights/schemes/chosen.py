@@ -40,6 +40,19 @@ def all_but(
     return holds
 
 
+def tables(model: PreTrainedModel, ends: list[str] | None, skipped: list[str] | None) -> Callable[[Weight], bool]:
+    """The embeddings whose modules' names end so, but those of `skipped`."""
+    is_kept = kept_by(skipped or [])
+
+    def holds(weight: Weight) -> bool:
+        is_named = weight.module.endswith(tuple(ends or ())) and weight.param == f"{weight.module}.weight"
+        return (
+            is_named and type(model.get_submodule(weight.module)) is torch.nn.Embedding and not is_kept(weight.module)
+        )
+
+    return holds
+
+
 def kept_by(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Whether a module of a name is not quantised: what transformers' `should_convert_module` denies.
 

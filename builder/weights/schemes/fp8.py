@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from transformers import PreTrainedModel
 
-from precast.builder.graph.rounding import Rounding
+from precast.builder.graph.rounding import NONE, Rounding
 from precast.builder.source.quantised_options import Quantised, refuse
 from precast.builder.weights.rounding import EXPONENTS, FOUR_BIT_WEIGHT, of_fbgemm, of_fp8, of_modelopt
-from precast.builder.weights.schemes.chosen import all_but
+from precast.builder.weights.schemes.chosen import all_but, tables
 from precast.builder.weights.schemes.modelopt import listed_experts
 from precast.builder.weights.schemes.scheme import KV_SCALES, Scheme, Weight
 from precast.builder.weights.schemes.stored import (
@@ -23,15 +25,19 @@ from precast.ir.graph.schema import Dequantise, Read, Recipe, Reshape
 
 
 def fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
-    """DeepSeek's blocks, or AutoFP8's one scale a tensor; DeepSeek-V4's experts may be of four bits."""
+    """DeepSeek's blocks, or AutoFP8's one scale a tensor; DeepSeek-V4's experts may be of four bits. Embeddings that
+    `modules_to_convert` names, such as Qwen4-Exp's of n-grams, have one scale."""
     tile = options.get("weight_block_size", None)
     # Checkpoints without the key are AutoFP8's: one scale a tensor, under another name.
     suffix = "_scale_inv" if "weight_block_size" in options.entries else "_scale"
     skipped = options.get("modules_to_not_convert", None)
     beside, is_fp4 = model.config.model_type in _SCALES_BESIDE, options.get("expert_dtype", None) == "fp4"
     is_nvfp4 = listed_experts(model, options)
+    is_layer, is_table = all_but(model, skipped), tables(model, options.get("modules_to_convert", None), skipped)
 
     def recipe(weight: Weight) -> Recipe:
+        if is_table(weight):
+            return scaled(weight, per_tensor(weight, _SHARD.sub("", weight.name) + "_scale", (1,)))
         name = weight.stem + ".scale" if beside else weight.name + suffix
         if is_nvfp4(weight):
             return nvfp4(weight, "", "_scale_2", ())
@@ -40,6 +46,8 @@ def fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
         return scaled(weight, per_tensor(weight, name) if tile is None else per_tile(weight, name, tuple(tile)))
 
     def rounding(weight: Weight) -> Rounding:
+        if is_table(weight):
+            return NONE
         if is_nvfp4(weight):
             return of_modelopt("NVFP4", weight.stem)
         if is_fp4 and weight.module.endswith(".experts"):
@@ -47,9 +55,13 @@ def fp8(model: PreTrainedModel, options: Quantised) -> Scheme:
         return of_fp8(options.entries, weight.stem)
 
     scales = (*KV_SCALES, "kv_scale")
-    return Scheme("fp8", all_but(model, skipped), recipe, _UNUSED_SCALES, scales, rounding=rounding)
+    return Scheme(
+        "fp8", lambda weight: is_layer(weight) or is_table(weight), recipe, _UNUSED_SCALES, scales, rounding=rounding
+    )
 
 
+_SHARD = re.compile(r"\.shard_\d+(?=\.weight$)")
+"""Which part of a table a tensor has: all parts have the table's scale."""
 _UNUSED_SCALES = ("*.activation_scale", "*.input_scale", "*.k_scale", "*.v_scale", "*.kv_scale")
 
 _SCALES_BESIDE = frozenset({"deepseek_v4"})

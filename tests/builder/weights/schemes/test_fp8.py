@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import quantised
 import torch
+from model_sweep import COMPLETIONS
 from published_configs import NVFP4_EXPERTS
 from quantised import Stored
 from stored_weights import Quantise, blocks, but, check, config_of, fp8
@@ -31,6 +32,34 @@ def test_fp8_in_blocks(tmp_path: Path, dtype: str) -> None:
         return quantised.float8(name, tensor, (32, 32), "_scale_inv", blocks(tensor)) if known else None
 
     check(config, entries, quantise, tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "table"), [("qwen4_exp_text", "ngram_embedding"), ("llama", "embed_tokens"), ("llama", None)]
+)
+def test_embeddings_that_a_config_names(model_type: str, table: str | None, tmp_path: Path) -> None:
+    """They have one scale, beside blocks of layers; of a table that is left out, nothing changes."""
+    config = shrink(AutoConfig.for_model(model_type, **COMPLETIONS.get(model_type, {})))
+    entries = {
+        "quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_convert": [table or "embed_tokens"],
+        "modules_to_not_convert": ["lm_head", "experts", *([] if table else ["embed_tokens"])],
+    }  # fmt: skip
+    tables = set()
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if table is not None and f"{table}." in name:
+            tables.add(name)
+            values = (tensor * 100).to(torch.float8_e4m3fn)
+            scale = name[: name.index(table)] + f"{table}.weight_scale"  # of all parts of a table, which are tensors
+            return {name: values, scale: torch.tensor([0.3])}, values.float() * 0.3
+        known = name.endswith("self_attn.o_proj.weight")
+        return quantised.float8(name, tensor, (32, 32), "_scale_inv", blocks(tensor)) if known else None
+
+    only = [n for n, m in make_module(config, "float32").named_modules() if isinstance(m, torch.nn.Linear)]
+    entries["modules_to_not_convert"] += [name for name in only if not name.endswith("self_attn.o_proj")]
+    check(config, entries, quantise, tmp_path)
+
+    assert len(tables) == {"ngram_embedding": 8, "embed_tokens": 1, None: 0}[table]
 
 
 KEPT_IN_V4 = ("compressor.wkv", "compressor.wgate", "weights_proj", "ffn.gate.", "embed_tokens", "head.", "norm.")
