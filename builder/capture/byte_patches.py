@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from precast.builder.capture.rope import depends_on_length
 from precast.builder.capture.routing import EXTRA_ELEMENTS, current_trace
 from precast.builder.capture.shifts import delayed, ids_before
 from precast.builder.replaced import replaced
@@ -57,7 +58,11 @@ def _encoded(
 
 
 def _between(module: Any, patches: torch.Tensor, ends: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Patches after the middle layers [1, T, H]."""
+    """Patches after the middle layers [1, T, H]. Raises BuildError for rotations that depend on how many there are."""
+    kind = module.rotary_emb.rope_type
+    if depends_on_length(kind):
+        message = f"the rope_type {kind!r} of the config's global_config depends on the number of patches"
+        raise BuildError("feature-unsupported", message, fix="serve it with transformers")
     x = module.token_embedding_projection(patches)
     turned = module.rotary_emb(x, number[..., 0].to(torch.int64))
     for layer in module.layers:
@@ -82,7 +87,8 @@ def _window(config: Any) -> int | None:
 
 
 def _refuse_other_patches(config: Any) -> None:
-    """Raises BuildError for patches that something else than the patcher's entropy ends."""
+    """Raises BuildError for patches that something else than the patcher's entropy ends, and for configs that make
+    none."""
     expected = {"patching_mode": "entropy", "patch_in_forward": True, "max_patch_length": None}
     for name, value in expected.items():
         found = getattr(config, name, value)
@@ -93,6 +99,10 @@ def _refuse_other_patches(config: Any) -> None:
         if getattr(config, name) is None:
             message = f"the config's {name} is None, expected a number"
             raise BuildError("config-invalid", message, fix=f"add {name} to the config")
+    for name in ("encoder_hash_byte_group_nb_functions", "encoder_hash_byte_group_size"):
+        if not getattr(config, name):
+            message = f"the config's {name} is {getattr(config, name)!r}, expected groups of bytes to hash"
+            raise BuildError("config-invalid", message, fix=f"correct {name} in the config")
 
 
 def _since(factor: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:

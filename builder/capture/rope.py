@@ -53,13 +53,14 @@ def route_dynamic_rope(model: PreTrainedModel) -> None:
         kinds = getattr(module, "rope_type", None)
         if type(module).__name__ == "PhimoeRotaryEmbedding" and kinds != "default":
             _route_scales(module)
-        elif isinstance(kinds, str) and _depends_on_length(kinds):
+        elif isinstance(kinds, str) and depends_on_length(kinds):
             _route(module, path)
-        elif isinstance(kinds, dict) and any(_depends_on_length(kind) for kind in kinds.values()):
+        elif isinstance(kinds, dict) and any(depends_on_length(kind) for kind in kinds.values()):
             raise BuildError("feature-unsupported", f"{path}: length-dependent rope per layer type")
 
 
-def _depends_on_length(kind: str) -> bool:
+def depends_on_length(kind: str) -> bool:
+    """Whether frequencies of this type of rope do."""
     return kind == "longrope" or "dynamic" in kind
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -35,6 +36,7 @@ def quantising(part: Part, block: Block) -> Launch:
     )
 
 
+@cache
 def quantising_key(part: Part, block: Block, stored: Dtype) -> tuple[str, tuple[str, ...]]:
     """The key of its kernel for matrices of a type, and the forms of its arguments."""
     launch = quantising(part, block)

@@ -10,16 +10,17 @@ import torch
 
 from precast.kernels.linear_recurrence.linear_recurrence import joining
 from precast.kernels.stateful.forms import forms
-from precast.kernels.stateful.walks import Slots, computed_in, together
+from precast.kernels.stateful.walks import Slots, together
 
 
 def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torch.Tensor:
     joined = joining(kind)
 
     def batch(
-        x: torch.Tensor, loss: torch.Tensor, is_there: torch.Tensor, state: torch.Tensor
+        x: torch.Tensor, factor: torch.Tensor, is_there: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        factor = 1 - loss
+        # After a shorter sequence's end x adds nothing, and the state stays what it is.
+        factor = factor.masked_fill(is_there == 0, 1.0)
         if kind == "max":
             x = x.masked_fill(is_there == 0, float("-inf"))
         h = torch.cat((joined(factor[:, :1], state[:, None], x[:, :1]), x[:, 1:]), 1)
@@ -30,9 +31,7 @@ def _scan(x: torch.Tensor, factor: torch.Tensor, held: Slots, kind: str) -> torc
             reach *= 2
         return h, h[:, -1]
 
-    # After a shorter sequence's end 1 - factor is 0, and x adds nothing: the state stays what it is.
-    is_there = torch.ones_like(x[..., :1])
-    return together(batch, (x, 1 - factor.to(computed_in(x)), is_there), x.new_zeros(x.shape), held)
+    return together(batch, (x, factor, torch.ones_like(x[..., :1])), x.new_zeros(x.shape), held)
 
 
 linear_recurrence, stateful_linear_recurrence = forms("linear_recurrence", _scan)

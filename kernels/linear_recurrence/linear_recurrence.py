@@ -4,8 +4,8 @@
     h[t] = max(factor[t] * h[t - 1], x[t])        of the kind `max`; x[t] where factor[t] is 0
     y[t] = h[t]
 
-h [C] is the state: with factors of 0 and 1 the sum, or the largest, since the last 0. Packed sequences and slots:
-`precast.kernels.stateful.walks`.
+h [C] is the state: with factors of 0 and 1 the sum, or the largest, since the last 0. For x below 0 factors of the kind
+`max` are 0 or 1, as products of others may come to 0. Packed sequences and slots: `precast.kernels.stateful.walks`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ class DriverDevice:
         return Buffer(owner.address, "uint8", (num_bytes,), (1,), owner)
 
     def pin(self, memory: mmap.mmap) -> Buffer:
-        """Memory of this process, pinned until nobody holds the buffer. Raises DriverError where it can't be."""
+        """Memory of this process, pinned until nobody holds the buffer. Raises DriverError where it can't be, or where
+        kernels would have to read it at another address."""
         owner = _Registered(self, memory)
         return Buffer(owner.address, "uint8", (len(memory),), (1,), owner)
 
@@ -287,7 +288,9 @@ class _Registered:
         self.address = ctypes.addressof(self._held)
         with device.use(), relaxed_capture():
             call("cuMemHostRegister_v2", self.address, len(memory), 1)  # 1: for all contexts
-        self._is_pinned = True
+            self._is_pinned = True
+            if made("cuMemHostGetDevicePointer_v2", c_uint64, self.address, 0) != self.address:
+                raise library.DriverError(library.NOT_SUPPORTED, "cuMemHostRegister_v2")
 
     def __del__(self) -> None:
         if getattr(self, "_is_pinned", False):

@@ -14,7 +14,7 @@ from typing import Any
 
 from precast.ir.errors import TargetError
 
-OUT_OF_MEMORY, NOT_READY = 2, 600
+OUT_OF_MEMORY, NOT_READY, NOT_SUPPORTED = 2, 600, 801
 STREAM_NON_BLOCKING, EVENT_WITHOUT_TIMING = 1, 2
 CAPTURE_THREAD_LOCAL, CAPTURE_RELAXED = 1, 2
 COMPUTE_MAJOR, COMPUTE_MINOR, MOST_SHARED_BYTES = 75, 76, 97
@@ -44,6 +44,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemFreeHost": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemsetD8Async": (c_uint64, ctypes.c_ubyte, c_size_t, c_void_p),
     "cuMemsetD32Async": (c_uint64, c_uint, c_size_t, c_void_p),

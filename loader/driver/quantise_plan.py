@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 from precast.ir.graph.schema import Dtype, Quantise, Recipe
@@ -15,6 +16,7 @@ from precast.kernels.dequantise.launches import PARTS, STORED, quantising_key
 from precast.kernels.without_torch.copies import REARRANGED, rearranged_arguments, rearranged_key
 from precast.loader.weights.parts import Assembly, Computed
 from precast.loader.weights.read_plan import grouped
+from precast.loader.weights.views import contiguous
 
 ROUND_BYTES = 256 << 20
 """What is read for one round; one matrix may be more."""
@@ -67,6 +69,24 @@ def num_bytes(computed: Collection[Computed], stored: Mapping[str, StoredTensor]
     return sum({(each.recipe.of, each.index): _matrix_bytes(each, stored) for each in computed}.values())
 
 
+def scratch_bytes(computed: Collection[Computed]) -> int:
+    """The largest of the results that aren't made where they belong, but copied there."""
+    return max((result_bytes(each) for each in computed if not is_direct(each)), default=0)
+
+
+def result_bytes(each: Computed) -> int:
+    """Of a result, of which a target may get a part."""
+    assert isinstance(each.recipe, Quantise), "planned"
+    return math.prod(shape_of(each, each.recipe)) * element_bytes(PARTS[each.recipe.part])
+
+
+def is_direct(each: Computed) -> bool:
+    """Whether all of a result goes, as it is made, to one place of its target."""
+    source, shape = each.source, each.destination.shape
+    is_all = math.prod(shape) == math.prod(shape_of(each, each.recipe))
+    return is_all and source == contiguous(source.shape) and each.destination.strides == contiguous(shape).strides
+
+
 def keys(computed: Collection[Computed], stored: Mapping[str, StoredTensor]) -> frozenset[str]:
     """Those of the kernels that these computations take."""
     found = set[str]()
@@ -78,6 +98,7 @@ def keys(computed: Collection[Computed], stored: Mapping[str, StoredTensor]) -> 
     return frozenset(found)
 
 
+@cache
 def key_of_copies(size: int) -> str:
     return rearranged_key(REARRANGED[size])[0]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from precast.ir.errors import TargetError
 from precast.ir.graph.schema import Graph
 from precast.ir.memory import strides
 from precast.kernels.native import Native
@@ -20,6 +21,8 @@ from precast.loader.run.batch import Arrays
 from precast.loader.run.capture import Memory, Size
 from precast.loader.run.draws import DTYPES
 from precast.loader.run.steps import StepRunner, Ticket
+from precast.loader.schedule.decoding import DecodeBatch
+from precast.loader.schedule.requests import Step
 from precast.loader.sizing import EngineLimits
 from precast.loader.world.orders import Kind, Order
 
@@ -54,11 +57,12 @@ class DriverRunner(StepRunner):
         self._spare = device.alloc(self._drawn_bytes.shape[0])
         self._ids = device.alloc(8 * limits.max_num_tokens)
         self.ring: Ring | None = None
-        """Pinned memory that is not needed any more. Giving it back takes as long as a step, so it is kept until a
-        second step was made, or a size is to be captured."""
+        """Pinned memory that is not needed any more. Giving it back takes as long as a step, so it is kept until a step
+        begins after the first token, or a size is to be captured."""
         self.unchecked: Iterator[None] = iter(())
         """What is still to be looked up: which kernels steps take. It raises TargetError (kernel-missing) if some are
         not there, and is left until then, too."""
+        self._lack: TargetError | None = None
         self._has_drawn = False
 
     def warm_up(self, num_tokens: int, is_over: Callable[[], bool]) -> None:
@@ -76,12 +80,18 @@ class DriverRunner(StepRunner):
                 if is_over():
                     return
 
-    def collect(self, ticket: Ticket) -> list[int]:
-        """As `StepRunner.collect`."""
+    def launch(
+        self, step: Step, decoding: DecodeBatch | Sequence[DecodeBatch] | None = None, *, is_timed: bool = False
+    ) -> Ticket:
+        """As `StepRunner.launch`. Raises TargetError (kernel-missing) once a token was drawn, if some step has none."""
         if self._has_drawn:
             self._settle()
+        return super().launch(step, decoding, is_timed=is_timed)
+
+    def collect(self, ticket: Ticket) -> list[int]:
+        """As `StepRunner.collect`."""
         drawn = super().collect(ticket)
-        self._has_drawn = True
+        self._has_drawn = self._has_drawn or bool(drawn)
         return drawn
 
     def capture_next(self) -> None:
@@ -94,8 +104,14 @@ class DriverRunner(StepRunner):
         if self.ring is not None:
             self.ring.give_back()
             self.ring = None
-        for _ in self.unchecked:
-            pass
+        if self._lack is not None:
+            raise self._lack
+        try:
+            for _ in self.unchecked:
+                pass
+        except TargetError as error:
+            self._lack = error
+            raise
 
     @contextmanager
     def _drawn_kept(self) -> Iterator[None]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from precast.loader.driver.on_host import OnHost
+    from precast.loader.driver.quantise_plan import Round
 
 THREADS = 12
 """They read the page cache faster than the bus takes it."""
@@ -132,21 +133,33 @@ def _parts(ring: Buffer) -> list[Buffer]:
 class Params(NamedTuple):
     """Where the params lie: all of them, the address of each target that is one, and those of the graph by name.
 
-    `zeroed` is passed once there are zeros in all of it: until their bytes come, params are numbers.
+    `zeroed` is passed once there are zeros in all of it: until their bytes come, params are numbers. `rounds`: what is
+    quantised while it is read.
     """
 
     memory: Buffer
     at: Mapping[int, int]
     buffers: Mapping[str, Buffer]
     zeroed: Event
+    rounds: Rounds | None = None
+
+
+class Rounds(NamedTuple):
+    """Rounds of matrices that are quantised, memory for the largest of them and, from `scratch` on, for a result."""
+
+    each: list[Round]
+    memory: Buffer
+    scratch: int
 
 
 def placed(what: Planned, graph: Graph, device: DriverDevice) -> Params:
     """Memory for all params. Raises TargetError (device-memory) if they don't fit."""
     targets = what.plan.targets
     places, total = _in_a_row([i for i, target in enumerate(targets) if target.name is not None], targets)
-    if total > (free := device.free_bytes()):
-        message = f"the params take {total / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+    rounds, room, scratch = _rounds(what)
+    if total + room + scratch > (free := device.free_bytes()):
+        more = f", {(room + scratch) / 1e9:.2f} GB what is quantised while it is read" if room else ""
+        message = f"the params take {total / 1e9:.2f} GB{more}, and {free / 1e9:.2f} GB are free"
         raise TargetError("device-memory", message, where=device.name, fix="free memory, or use a device with more")
     memory, zeroed = device.alloc(total), device.event()
     with device.use():
@@ -159,7 +172,19 @@ def placed(what: Planned, graph: Graph, device: DriverDevice) -> Params:
     }
     recipe_of = {param.name: param.recipe for param in graph.params}
     named = {param.name: buffers[_made_name(param.name, recipe_of)] for param in graph.params}
-    return Params(memory, {i: memory.pointer + start for i, start in places.items()}, named, zeroed)
+    at = {i: memory.pointer + start for i, start in places.items()}
+    return Params(memory, at, named, zeroed, Rounds(rounds, device.alloc(room + scratch), room) if rounds else None)
+
+
+def _rounds(what: Planned) -> tuple[list[Round], int, int]:
+    """Of what is quantised while it is read: the rounds, the bytes of the largest, and those of a result."""
+    if not what.assembly.computed:
+        return [], 0, 0
+    from precast.loader.driver import quantise_plan
+
+    rounds = list(quantise_plan.rounds(what.assembly.computed, what.stored))
+    sizes = (_in_a_row(range(len(each.assembly.targets)), each.assembly.targets)[1] for each in rounds)
+    return rounds, max(sizes), quantise_plan.scratch_bytes(what.assembly.computed)
 
 
 def _in_a_row(chosen: Iterable[int], targets: Sequence[Target]) -> tuple[dict[int, int], int]:
@@ -211,16 +236,14 @@ def _brought(what: Planned, params: Params, ring: Ring, device: DriverDevice, la
 
 def _quantised(what: Planned, params: Params, ring: Ring, device: DriverDevice, layer: NativeLayer) -> int:
     """Make what is quantised while it is read, and look at its scales; the bytes that were read."""
-    from precast.loader.driver.quantise_plan import rounds
     from precast.loader.driver.quantising import Quantising
 
-    computed, stored, num_bytes = what.assembly.computed, what.stored, 0
-    kernels, memory = Quantising(computed, stored, layer, device), None
-    for each in rounds(computed, stored):
+    assert params.rounds is not None, "placed"
+    computed, stored, (rounds, memory, scratch) = what.assembly.computed, what.stored, params.rounds
+    kernels, num_bytes = Quantising(computed, stored, layer, device, memory.pointer + scratch), 0
+    for each in rounds:
         plan = read_plan(each.assembly, stored, what.files)
-        places, total = _in_a_row(range(len(plan.targets)), plan.targets)
-        if memory is None or memory.shape[0] < total:
-            memory = device.alloc(total)
+        places, _ = _in_a_row(range(len(plan.targets)), plan.targets)
         at = {i: memory.pointer + start for i, start in places.items()}
         on_host, on_device = made_where(plan, at.keys())
         read = Planned(each.assembly, plan, on_host, what.files, stored=stored, on_device=on_device)

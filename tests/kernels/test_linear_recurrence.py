@@ -65,6 +65,15 @@ def test_the_largest_since_a_factor_of_nothing_by_hand(scan: Callable[..., torch
 
 
 @each_form
+def test_a_factor_of_nearly_nothing_is_more_than_nothing(scan: Callable[..., torch.Tensor]) -> None:
+    x, factor = torch.tensor([0.0, 0.0]).view(1, 2, 1), torch.tensor([1e-9, 1.0]).view(1, 2, 1)
+
+    y = scan(x, factor, torch.ones(1, 1), i32(0), i32(0, 2), i32(9), kind="max")
+
+    torch.testing.assert_close(y.flatten(), torch.tensor([1e-9, 1e-9]), rtol=1e-6, atol=0)
+
+
+@each_form
 def test_other_kinds_are_refused(scan: Callable[..., torch.Tensor]) -> None:
     x = torch.ones(1, 2, 1)
 

@@ -250,16 +250,16 @@ def test_marks_of_scores_that_are_far(on_cpu: Run, kind: str) -> None:
     assert found[0, 0].tolist() == order[:700].sort().values.tolist()
 
 
-@pytest.mark.parametrize("near", [600, 5004], ids=["far", "near"])
+@pytest.mark.parametrize(("cluster", "near"), [(1, 600), (1, 5004), (4, 600), (4, 1300)])
 @pytest.mark.parametrize("count", [1, 40, 700])
 @pytest.mark.parametrize("above", [0, 100], ids=["like all", "above all"])
-def test_what_the_sample_says_of_the_largest(on_cpu: Run, above: int, count: int, near: int) -> None:
+def test_what_the_sample_says_of_the_largest(on_cpu: Run, above: int, count: int, cluster: int, near: int) -> None:
     """Most scores are below what is counted; or, where those of the sample are above all others, the bound is too."""
     normal = drawn_scores("normal", 5001)
     scores = in_order(torch.where(torch.arange(5001) % (5001 // 256) == 0, normal + above, normal))
     sample = paged_select_sample(Draw(BRAIN, CPU), [(1, 5001)], heads=8, size=64, count=count, page_size=4)
 
-    found = on_cpu(sample, Sizes(cluster=1, near=near), by_token=True, scores=scores)
+    found = on_cpu(sample, Sizes(cluster=cluster, near=near), by_token=True, scores=scores)
 
     order = scores.long().argsort(descending=True, stable=True)
     assert found[0, 0].tolist() == order[:count].sort().values.tolist()

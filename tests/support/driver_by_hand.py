@@ -83,6 +83,10 @@ class CudaDriver:
     def cuMemHostRegister_v2(self, address: int, num_bytes: int, flags: int) -> int:
         return self._hold("pinned", num_bytes) or self._known(address, "pinned", num_bytes)
 
+    def cuMemHostGetDevicePointer_v2(self, found: Any, address: int, flags: int) -> int:
+        found._obj.value = address
+        return 0
+
     def cuMemFree_v2(self, address: int) -> int:
         with self._lock:
             kind, num_bytes, _ = self._memory.pop(address)

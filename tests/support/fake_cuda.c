@@ -44,6 +44,7 @@ Status cuMemFree_v2(u64 address) { free((void*)address); return 0; }
 Status cuMemHostAlloc(void** address, size_t bytes, unsigned flags) { return cuMemAlloc_v2((u64*)address, bytes); }
 Status cuMemFreeHost(void* address) { free(address); return 0; }
 Status cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) { return 0; }
+Status cuMemHostGetDevicePointer_v2(u64* found, void* address, unsigned flags) { *found = (u64)address; return 0; }
 Status cuMemHostUnregister(void* address) { return 0; }
 Status cuMemcpyAsync(u64 target, u64 source, size_t bytes, void* stream) {
   memmove((void*)target, (void*)source, bytes);

@@ -214,12 +214,21 @@ def test_parts_of_blt_that_differ(differs: dict[str, Any]) -> None:
         ({"max_patch_length": 5}, "feature-unsupported", "max_patch_length is 5, expected None"),
         ({"patching_threshold": None}, "config-invalid", "patching_threshold is None, expected a number"),
         ({"patch_size": None}, "config-invalid", "patch_size is None, expected a number"),
+        ({"encoder_hash_byte_group_nb_functions": 0}, "config-invalid", "nb_functions is 0, expected groups of bytes"),
     ],
 )
 def test_patches_that_the_patcher_does_not_end_are_refused(differs: dict[str, Any], code: str, message: str) -> None:
     with pytest.raises(BuildError, match=message) as refused:
         captured(small("blt", **differs))
     assert refused.value.code == code
+
+
+def test_rotations_of_patches_that_depend_on_how_many_there_are_are_refused() -> None:
+    config = small("blt")
+    config.global_config.rope_parameters = {"rope_type": "dynamic", "factor": 16.0, "rope_theta": 10000.0}
+
+    with pytest.raises(BuildError, match="rope_type 'dynamic' of the config's global_config depends on the number"):
+        captured(config)
 
 
 LONGEST = max(map(len, PROMPTS))

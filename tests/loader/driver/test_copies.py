@@ -24,7 +24,7 @@ from recipe_cases import evaluate, params_graph, read
 from safetensors.torch import save_file
 
 from precast.builder.native.layer import native_layer, target_named
-from precast.ir.errors import WeightsError
+from precast.ir.errors import TargetError, WeightsError
 from precast.ir.graph.schema import Cast, Concat, Dtype, Graph, Quantise, Recipe, Repack, Slice, Stack, Transpose
 from precast.ir.manifest import Checkpoint
 from precast.ir.native import NO_ARGUMENT, NativeKernel, NativeLayer, NativeParam
@@ -349,6 +349,23 @@ def test_a_matrix_is_read_once_for_its_values_and_scales(
     of_slice = MATRICES["a"][:128].nbytes  # its blocks are those of other computations, but it is another matrix
     assert read == param_plan.bytes_needed(what)
     assert read <= sum(each.nbytes for each in MATRICES.values()) + MATRICES["b"].nbytes + of_slice
+
+
+def test_memory_for_what_is_read_is_asked_for_with_the_params(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(MATRICES, tmp_path / "model.safetensors")
+    graph = params_graph(AT_LOAD, MATRICES)
+    what = param_plan.planned(graph, Checkpoint(), CheckpointFiles.open(tmp_path))
+    device = begin("cuda").result().device
+    params = param_plan.planned_bytes(what)
+    gpu.limits["device"] = params + (90 << 10)
+
+    with pytest.raises(TargetError, match=r"what is quantised while it is read, and .* are free") as refused:
+        weights.placed(what, graph, device)
+    assert refused.value.code == "device-memory"
+    monkeypatch.setattr(quantise_plan, "ROUND_BYTES", 1)
+    weights.placed(what, graph, device)
 
 
 def test_a_layer_that_does_not_quantise_is_named(tmp_path: Path) -> None:

@@ -229,8 +229,23 @@ def test_kernels_are_looked_up_while_there_is_time_and_else_after_the_first_toke
         engine_over(model, less, are_there=False)
     engine = engine_over(model, less, are_there=True)
     assert len(engine.generate([[3]], one)[0].token_ids) == 1
-    with pytest.raises(TargetError, match=r"no kernel for some steps, of precast\.kernels\."):
-        engine.generate([[3]], one)
+    for _ in range(2):
+        with pytest.raises(TargetError, match=r"no kernel for some steps, of precast\.kernels\."):
+            engine.generate([[3]], one)
+    engine.close()
+
+
+def test_a_token_of_a_prompt_in_chunks_waits_no_longer(
+    model: Model, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DriverRunner, "warm_up", lambda *_: None)
+    engine, looked_up = engine_over(model, model.layer, are_there=True), []
+    engine._runner.unchecked = (looked_up.append(True) for _ in range(1))  # type: ignore[attr-defined]
+    tokens = engine.stream([3] * (MAX_TOKENS + 1), SamplingParams(max_tokens=4, ignore_eos=True))
+    next(tokens)
+    assert not looked_up
+    assert len(list(tokens)) == 3
+    assert looked_up
     engine.close()
 
 
@@ -257,7 +272,7 @@ def test_what_a_load_asks_the_host_for(model: Model, driver: CudaDriver) -> None
     assert driver.held["pinned"] >= ring, "the first token doesn't wait until the ring is given back"
     assert peak < 32 << 20, "and Python's own objects are few"
     assert ring + SMALL + peak < 1 << 28, "far below a GiB, with what the driver itself takes"
-    engine.generate([[3, 5, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.generate([[3, 5, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
     threads_end()
     assert driver.held["pinned"] < SMALL, "the ring is given back"
     engine.close()
