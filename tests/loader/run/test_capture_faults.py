@@ -69,20 +69,22 @@ def test_what_was_only_warmed_up_is_not_taken_for_captured(device: Device, call:
 
 @pytest.mark.parametrize("call", [NUM_BLOCKS, NUM_BLOCKS + 2], ids=["warm-up", "capture"])
 def test_ctrl_c_in_a_capture_between_steps_loses_nothing(device: Device, call: int) -> None:
-    """Steps 1 and 2 run op by op; the second one's call captures, while its tokens are in flight, and is interrupted.
+    """Steps 1 to 3 run op by op, and the second one's call hands out the first token; the third one's captures, while
+    its tokens are in flight, and is interrupted.
 
     The capture is tried again at the next step, and what was drawn is the next step's input all the same.
     """
-    engine = engine_on(device, choose=Interrupts(KeyboardInterrupt(), 2 * NUM_LAYERS + call))
+    engine = engine_on(device, choose=Interrupts(KeyboardInterrupt(), 3 * NUM_LAYERS + call))
     number = engine.submit(PROMPTS[1], GREEDY)
-    engine.step()
+    events = [*engine.step(), *engine.step()]
+    assert [len(event.token_ids) for event in events] == [1]
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert (engine.stats.graphs, engine.stats.graphs_pending) == (0, len(SIZES))
-    events = []
     while engine.has_work:
         events += engine.step()
     assert [token for event in events if event.request_id == number for token in event.token_ids] == expected(device)[1]
+    engine.wait_until_captured()
     assert (engine.stats.graphs, engine.stats.graphs_pending) == (len(SIZES), 0)
 
 
