@@ -12,6 +12,7 @@ from precast.ir.bundle.trust import Allowed, AnyOf, MadeHere, Refusal, Trust, fo
 from precast.ir.errors import TargetError, some
 from precast.ir.native import NativeLayer, world_text
 from precast.kernels.sources import file_digest
+from precast.loader.driver import library
 
 
 class Chosen(NamedTuple):
@@ -89,12 +90,11 @@ def _unfit(layer: NativeLayer, cuda: int) -> str | None:
 
 def cuda_version() -> int:
     """The version of CUDA that the driver has, 12040 for 12.4; 0 where there is no driver."""
-    found = ctypes.c_int(0)
     try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):
+        found: int = library.made("cuDriverGetVersion", ctypes.c_int)
+    except (TargetError, library.DriverError):
         return 0
-    return found.value
+    return found
 
 
 def _text(version: int) -> str:

@@ -186,12 +186,6 @@ def made(name: str, kind: Any, *args: Any) -> Any:
     return found.value
 
 
-def cuda_version() -> int:
-    """The version of CUDA that the driver has, 12040 for 12.4."""
-    found: int = made("cuDriverGetVersion", c_int)
-    return found
-
-
 def name_of(status: int) -> str:
     """The driver's name for a status, such as CUDA_ERROR_OUT_OF_MEMORY."""
     text = c_char_p()

@@ -22,7 +22,7 @@ from precast.kernels.choices import records_of
 from precast.kernels.sampling.limits import SAMPLE_VERSION
 from precast.kernels.use import GPU
 from precast.loader.collector import collector_held
-from precast.loader.driver import library, param_plan, weights
+from precast.loader.driver import param_plan, weights
 from precast.loader.driver.context import Begun
 from precast.loader.driver.device import DriverDevice
 from precast.loader.driver.param_plan import Planned
@@ -93,7 +93,7 @@ def load_with_driver(
 def _native_layer(opened: Bundle, device: DriverDevice, options: LoadOptions, rules: Trust) -> tuple[NativeLayer, str]:
     """The layer that is admitted, and by which rule. Raises UnfitError where none is."""
     target = GPU._replace(capability=device.capability).text
-    return admitted(opened, choose(opened, target, allowed=options.native, trust=rules, cuda=library.cuda_version()))
+    return admitted(opened, choose(opened, target, allowed=options.native, trust=rules))
 
 
 def admitted(opened: Bundle, chosen: Chosen) -> tuple[NativeLayer, str]:

@@ -168,7 +168,7 @@ def check_kernels(model: Runnable, kernels: Kernels) -> None:
 
 def _looked_up(model: Runnable) -> Iterator[None]:
     """Look up the kernels of steps, size by size. Raises TargetError (kernel-missing) in the end if some are not there,
-    which an other release of Precast may ask for."""
+    as a layer of another release of Precast may lack some."""
     part = None if model.drawing is None else model.drawing.part
     most, gone = most_sizes(model.graph, model.limits), set[str]()
     for each in lacking(model.program, model.graph, model.addresses, model.layer, most, part):

@@ -1,6 +1,6 @@
 """The shared libraries of a start, in an order in which none waits for another.
 
-The system opens one at a time. cuBLASLt, half a gigabyte, takes it 0.1 s, and 0.3 s where nobody has read it yet;
+The system opens one at a time. cuBLASLt, half a gigabyte, takes it a while, longer where nobody has read it yet;
 whoever imports a module with a library of its own meanwhile, or looks a function up in one, waits for that with the
 interpreter in its hands. So all of that is done before: what a start imports afterwards is Python alone.
 """

@@ -66,8 +66,8 @@ class Ring:
     """Pinned memory for what goes to a GPU, a part for each thread. A thread of its own takes it from the system while
     the context is made, and pins it as soon as that is there: it is ready when the first byte is read.
 
-    What the driver allocates itself it takes from the system when it is asked: 0.1 s, in which whoever else in this
-    process wants memory waits. To pin what is there takes 0.015 s.
+    What the driver allocates itself it takes from the system when it is asked, and whoever else in this process wants
+    memory waits meanwhile. To pin what is there takes a fraction of that.
 
     Where the host has not so much to pin, the ring is smaller, and fewer threads read; `note` says so then.
     """
