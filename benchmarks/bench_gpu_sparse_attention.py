@@ -7,7 +7,10 @@ attention to it gives, is compared with the definitions, which compute on the GP
 
     python benchmarks/bench_gpu_sparse_attention.py [--out FILE] [--only TEXT]
 
-Rows of `both` have the two of a layer one after the other, as a step runs them: kernels overlap.
+Rows of `both` have the two of a layer one after the other, as a step runs them: kernels overlap. Their `reads_us` is
+what four launches take that compute nothing: they read the keys and the weight of queries; the scores; the latents; the
+weight of values. Each waits for the one in front, which says what is read or what it is multiplied with, and is the
+weight stream (`kernels/linear/stream.cu`) over one matrix of as many bytes.
 A row's `until` has the microseconds of the first launch, of the first two, and so on, each with the number and the name
 of the last one; a launch takes what it adds. `triton_us`: Triton's kernels alone, in the same run. `differs`
 is 0 where the definition selects the same.
@@ -24,6 +27,7 @@ from typing import Any
 
 import torch
 from bench_gpu_attention import Case, product_rate, read_rate
+from bench_gpu_stream import streamed
 from support import harness
 from support.gpu_times import microseconds
 
@@ -32,6 +36,7 @@ from precast.ir.memory.liveness import Operand
 from precast.kernels.choices import records_of, resolve
 from precast.kernels.dtypes import NAMES
 from precast.kernels.launch import Launched
+from precast.kernels.linear.stream_plan import TILE
 from precast.kernels.records import Launch
 from precast.kernels.sparse_attention.paged_select_keys import paged_select_keys
 from precast.kernels.sparse_attention.paged_sparse_latent_attention import paged_sparse_latent_attention
@@ -143,6 +148,24 @@ def floor_of(op: str, case: Case) -> float:
     return max(1e6 * need["gb"] / read_rate(), 1e6 * need["tflop"] / product_rate())
 
 
+def reads_in_turn(case: Case) -> float:
+    """Microseconds of a layer's reads, one after the other, by launches that do nothing else."""
+    weight = HEADS * (NOPE + VALUE) * LATENT
+    keys, latents = case.seqs * case.tokens, case.seqs * min(case.tokens, COUNT)
+    each = 2 * keys * INDEX_SIZE + weight, 4 * keys, 2 * latents * (LATENT + ROPE), weight
+    width, product = 4096, streamed(pdl=True, COPIES_ALONE=1)
+    rows = [-(-num_bytes // (2 * width * TILE)) * TILE for num_bytes in each]
+    count = max(2, -(-MORE_THAN_L2 // sum(each)))
+    layers = [[torch.zeros(some, width, dtype=torch.bfloat16, device="cuda") for some in rows] for _ in range(count)]
+    x, y = torch.zeros(1, width, dtype=torch.bfloat16, device="cuda"), torch.empty(1, max(rows)).bfloat16().cuda()
+
+    def layer(weights: list[torch.Tensor]) -> None:
+        for one in weights:
+            product(x, one, y[:, : len(one)])
+
+    return round(microseconds([partial(layer, each) for each in layers * -(-6 // count)]), 2)
+
+
 def measure_both(layers: list[tuple[Arguments, Arguments]], case: Case) -> dict[str, Any]:
     """The row of both ops."""
     calls = [Launched(*chosen(op, layers[0][i], case)) for i, op in enumerate(OPS)]
@@ -153,7 +176,11 @@ def measure_both(layers: list[tuple[Arguments, Arguments]], case: Case) -> dict[
 
     us = microseconds([partial(layer, *each) for each in layers * -(-6 // len(layers))])
     floor = sum(floor_of(op, case) for op in OPS)
-    return {"us": round(us, 2), "floor_us": round(floor, 2), "ratio": round(us / floor, 2)}
+    reads = reads_in_turn(case)
+    return {
+        "us": round(us, 2), "floor_us": round(floor, 2), "reads_us": reads, "ratio": round(us / floor, 2),
+        "ratio_of_reads": round(reads / floor, 2),
+    }  # fmt: skip
 
 
 def measure(op: str, layers: list[Arguments], case: Case) -> dict[str, Any]:

@@ -241,7 +241,8 @@ steps as they are served ([quantisation.md](quantisation.md#what-steps-take)) ma
 def _products_alone() -> str:
     """What steps take with kernels left out."""
     found = result("gpu_products_alone")
-    parts, rate = ("all", "without gates", "without attention", "products alone"), found["read_bytes_per_second"]
+    parts = "all", "without gates", "without attention", "products alone", "all, copies", "copies alone"
+    rate = found["read_bytes_per_second"]
     rows = [
         (SERVED[shape], count, f"{1000 * found[shape]['step_bytes'] / rate:.2f}" if count == "1" else "",
          *(f"{found[shape][part][count]:.2f}" for part in parts))
@@ -256,7 +257,8 @@ def _products_alone() -> str:
 _ALONE = """
 Steps as they are served on one {gpu}, in ms, with some of their kernels left out
 (`benchmarks/bench_gpu_products_alone.py`): what norms, gates, attention and the time between kernels could still give
-is the difference. Tokens are drawn in all of them; with products alone inputs are not rounded either.
+is the difference. Tokens are drawn in all of them; with products alone inputs are not rounded either. Copies are
+products that multiply nothing: as many kernels, each after the one in front, bring the same bytes.
 
 """
 
@@ -271,11 +273,13 @@ def attention_page() -> str:
         whose = f"{seqs} x {int(tokens):,}" if each == "1" else f"{int(each):,} queries at {int(tokens):,}"
         ops = (found[f"{op}, {name}"] for op in ("paged_select_keys", "paged_sparse_latent_attention"))
         both = found.get(f"both, {name}")
-        together = (f"{both['us']:,.0f}", f"{both['ratio']:.2f}") if both else ("-", "-")
+        together = ("-",) * 3
+        if both:
+            together = (f"{both['us']:,.0f}", f"{both['ratio']:.2f}", f"{both['ratio_of_reads']:.2f}")
         each_op = (f"{row[kind]:,.0f}" for row in ops for kind in ("us", "triton_us", "floor_us"))
         rows.append((whose, *each_op, *together))
     heads = ("sequences x tokens", "selection, us", "in Triton", "at least", "attention, us", "in Triton", "at least",
-             "both, us", "times as long")  # fmt: skip
+             "both, us", "times as long", "reads alone, times")  # fmt: skip
     sparse = f"One {_read('gpu_sparse_attention')['machine']['gpu']}.\n\n" + _table(heads, rows)
     return f"{sparse}\n{_selected_blocks()}"
 

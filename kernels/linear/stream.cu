@@ -34,6 +34,7 @@
 //                    where they prepare x, as for weights in four bits. Without it x may stay, too, in pieces that each
 //                    have a slot
 //   UNROLL=n         so many steps of the inner loop in a row
+//   COPIES_ALONE     nothing is multiplied, and y is nothing: what the bytes and the order of kernels take is measured so
 //
 // and for weights in few bits (`Stored` in stream_plan.py):
 //
@@ -485,7 +486,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
   compute_now(w_lane), compute_now(x_lane), compute_now(own_x_sums[0]), compute_now(own_x_sums[1]);
   Keeper keeper(slots, x, x_row_stride, x_stride, rows, inputs, plan.x_pitch, plan.x_width);
   wait_for_kernel_in_front();
+#ifndef COPIES_ALONE
   keeper.keep();
+#endif
   sync_at_start();    // x has come, and the barriers of the rings are there
 #elif defined(GROUP) && defined(X_FLOAT8)
   for (int i = threadIdx.x; i < rows * of_piece.groups; i += 32 * WARPS) own_x_scales[i] = x_scales[i];
@@ -548,7 +551,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) stream_linear(
           of_piece.scales = tile_scales + wrapped(scale_slot + i, plan.scale_slots) * of_tile;
           of_piece.first = index * plan.piece;
 #endif
+#ifndef COPIES_ALONE
           multiply_piece(sums[i], w_rows, x_piece + x_lane, member * STEP, length, of_piece);
+#endif
           __syncwarp();
           if (lane == 0) barrier_arrive(empty + w_place.at * 8);
           w_place.advance(plan.stages);

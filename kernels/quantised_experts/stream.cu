@@ -33,6 +33,7 @@
 //   MOST_PAIRS=n     there are no more pairs: a multiple of 16
 //   PIECES=n         a row is copied in so many pieces of the same length
 //   STAGES=n         pieces of 16 rows in the ring, of which IN_FLIGHT=n are asked for at a time
+//   COPIES_ALONE     nothing is multiplied, and y is nothing: what the bytes and the order of kernels take is measured so
 //
 // and how w is stored, one of
 //
@@ -386,11 +387,13 @@ __device__ __forceinline__ void multiply(
       load_scales(group_scales, scales + begin * SCALE_BYTES, row, below < ROWS ? below : row, piece);
 #endif
       barrier_wait(shared_address(&head.full[place.at]), place.parity);
+#ifndef COPIES_ALONE
       multiply_piece(sums, inputs, piece, own_rows + place.at * STAGE_BYTES, own_scales + place.at * STAGE_BYTES
 #if !defined(FP4) && defined(GROUP)
                      , group_scales
 #endif
       );
+#endif
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&head.empty[place.at]));
       place.advance(STAGES);
