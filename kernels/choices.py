@@ -30,7 +30,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "compress": ("stateful_compress", "compress"),
     "delta_rule": ("stateful_delta_rule", "delta_rule"),
-    "embedding": ("embedding", "sharded_embedding"),
+    "embedding": ("embedding", "sharded_embedding", "quantised_embedding", "quantised_sharded_embedding"),
     "entries": (
         "paged_entry_attention", "paged_select_entries", "write_entries", "entry_attention", "select_entries",
     ),

@@ -101,6 +101,20 @@ class Use(NamedTuple):
         arg = self.node.args.get(name)
         return arg.value if isinstance(arg, Const) else None
 
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """The values of an argument that is a list of integers, on one rank of the target's world; None where it isn't
+        given, or one of them depends on the step."""
+        given = self.node.args.get(name)
+        if not isinstance(given, Items):
+            return None
+        found: list[int] = []
+        for arg in given.items:
+            size = self._on_a_rank(arg.expr) if isinstance(arg, Dim) else arg.value if isinstance(arg, Const) else None
+            if not isinstance(size, int):
+                return None
+            found.append(size)
+        return tuple(found)
+
     @property
     def dtype(self) -> Dtype | None:
         """The element type that names the use: its first result's, or its first tensor's where it has none."""

@@ -9,7 +9,10 @@ from precast.ir.graph.schema import Call, Const, Expr, Graph, Items, Node, Ref
 from precast.ir.graph.stored_parts import arg_name
 from precast.ir.weights.quantised import MX_BLOCK, NVFP4_BLOCK, PACKED, PER_INT32
 
-_WEIGHTS = {"precast.quantised_linear": ("weight",), "precast.quantised_experts": ("up", "down")}
+_WEIGHTS = {
+    "precast.quantised_linear": ("weight",), "precast.quantised_experts": ("up", "down"),
+    "precast.quantised_embedding": ("weight",),
+}  # fmt: skip
 _GROUPS = {"mxfp4": MX_BLOCK, "nvfp4": NVFP4_BLOCK, "nvfp4_divided": NVFP4_BLOCK}
 
 Shapes = Mapping[str, tuple[Expr, ...]]

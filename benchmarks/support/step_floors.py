@@ -21,7 +21,10 @@ _VIEWS = frozenset(
     f"aten.{name}" for name in ("reshape.default", "slice.Tensor", "transpose.int", "unsqueeze.default", "view.default")
 )
 _WORLD = {"tp": 1, "rank": 0, "ep": 1}
-_EMBEDDINGS = ("precast.embedding", "precast.sharded_embedding")
+_EMBEDDINGS = (
+    "precast.embedding", "precast.sharded_embedding", "precast.quantised_embedding",
+    "precast.quantised_sharded_embedding",
+)  # fmt: skip
 EXPERTS = ("precast.experts", "precast.quantised_experts")
 
 

@@ -61,6 +61,7 @@ def of_the_whole(step: Step) -> Step:
 
 OF_PARTS = {
     "precast.sharded_embedding": ("precast.embedding", "start"),
+    "precast.quantised_sharded_embedding": ("precast.quantised_embedding", "start"),
     "precast.all_reduce_residual_rms_norm": ("precast.residual_rms_norm", "group"),
 }
 """Ops of parts: what is the same of the whole, and the argument that this has not."""

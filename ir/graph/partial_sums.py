@@ -23,6 +23,7 @@ _SUMMED: Mapping[str, tuple[tuple[str, int], ...]] = {
     "precast.experts": (("down", 0), ("down", 2)),
     "precast.grouped_linear": (("weight", 0), ("weight", 2)),
     "precast.sharded_embedding": (("weight", 0),),
+    "precast.quantised_sharded_embedding": (("weight", 0),),
 }
 """The dimensions of arguments over which ops sum."""
 

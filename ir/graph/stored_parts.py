@@ -11,6 +11,7 @@ from precast.ir.weights.quantised import PACKED
 
 _WEIGHTS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({
     "precast.quantised_linear": (("weight", ""),), "precast.rounded_linear": (("weight", ""),),
+    "precast.quantised_embedding": (("weight", ""),), "precast.quantised_sharded_embedding": (("weight", ""),),
     "precast.quantised_experts": (("up", "up_"), ("down", "down_")),
 })  # fmt: skip
 """By op: the arguments that are stored values, and what the names of the other parts begin with."""

@@ -27,6 +27,8 @@ MAX_ITERATIONS = 1000
 """Of `precast.sinkhorn`. Published models have 20."""
 QUANTISED_FORMATS = ("fp8", "mxfp4", "gptq", "nvfp4", "nvfp4_divided", "packed4", "packed8", "int8")
 """How ops may hold weights in few bits. Words of `awq` become those of `packed4` while they are read."""
+TABLE_FORMATS = ("fp8",)
+"""Those of tables of embeddings."""
 QUANTISED_INPUTS = ("none", "fp8_token", "fp8_group", "fp8_group_e8m0", "fp8_tensor", "int8_token")
 
 
@@ -111,6 +113,19 @@ def sharded_embedding(args: Args) -> tuple[TensorType, ...]:
     expect_known("start", args["start"])
     expect_dtype("weight", args["weight"], *COMPUTED)
     return embedding(args)
+
+
+def quantised_embedding(args: Args) -> tuple[TensorType, ...]:
+    dtype = args["dtype"]
+    expect_one_of("format", args["format"], TABLE_FORMATS)
+    expect_one_of("dtype", dtype, COMPUTED)
+    table = quantised_values("weight", args)
+    return embedding({**args, "weight": TensorType(dtype, table.shape)})
+
+
+def quantised_sharded_embedding(args: Args) -> tuple[TensorType, ...]:
+    expect_known("start", args["start"])
+    return quantised_embedding(args)
 
 
 def sinkhorn(args: Args) -> tuple[TensorType, ...]:
@@ -266,6 +281,22 @@ ROWS = (
     row(
         "precast.sharded_embedding(Tensor ids, Tensor weight, *, int start, float scale=1.0) -> Tensor",
         sharded_embedding,
+        Tokens("table", "weight"),
+        nothing,
+        integers={"ids": Integers("any", "weight")},
+    ),
+    row(
+        "precast.quantised_embedding(Tensor ids, Tensor weight, Tensor scales, *, str format, int[] block, Dtype dtype,"
+        " float scale=1.0) -> Tensor",
+        quantised_embedding,
+        Tokens("table", "weight"),
+        nothing,
+        integers={"ids": Integers("index", "weight")},
+    ),
+    row(
+        "precast.quantised_sharded_embedding(Tensor ids, Tensor weight, Tensor scales, *, int start, str format,"
+        " int[] block, Dtype dtype, float scale=1.0) -> Tensor",
+        quantised_sharded_embedding,
         Tokens("table", "weight"),
         nothing,
         integers={"ids": Integers("any", "weight")},

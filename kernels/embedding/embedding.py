@@ -18,11 +18,15 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, *, scale: float = 1.0) ->
 
     An id outside of `0..V-1` raises IndexError on a CPU and stops the program on a GPU.
     """
-    rows = torch.nn.functional.embedding(ids, weight)
+    return scaled(torch.nn.functional.embedding(ids, weight), scale)
+
+
+def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """`rows` times `scale`, which is first rounded to their dtype; themselves where it is 1."""
     if scale == 1.0:
         return rows
     # Rounded on the host: a tensor on the device would be one more copy a call.
-    return rows * torch.tensor(scale, dtype=weight.dtype).item()
+    return rows * torch.tensor(scale, dtype=rows.dtype).item()
 
 
 EMBEDDING = OpSpec(

@@ -21,7 +21,7 @@ def sharded_embedding(use: Use) -> tuple[Launch, ...]:
         kernel="precast.kernels.embedding.part_triton:part_rows_kernel",
         grid=(use.shape("ids")[-1], ceildiv(width, block)),
         args=(
-            Pointer("out.0"), Pointer("weight"), Pointer("ids"), use.shape("weight")[0], _start(use),
+            Pointer("out.0"), Pointer("weight"), Pointer("ids"), use.shape("weight")[0], first_row(use),
             Stride("weight", 0), Stride("weight", 1), Stride("ids", places - 1),
         ),
         constants={
@@ -34,7 +34,8 @@ def sharded_embedding(use: Use) -> tuple[Launch, ...]:
     return (launch,)
 
 
-def _start(use: Use) -> Expr:
+def first_row(use: Use) -> Expr:
+    """The id of the part's first row."""
     arg = use.node.args["start"]
     if isinstance(arg, Dim):
         return arg.expr

@@ -6,6 +6,8 @@ row once. The scale is rounded to weight's dtype, as in `embedding`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from precast.kernels.dtypes import FLOAT
@@ -16,11 +18,18 @@ from precast.kernels.spec import ELEMENTWISE, OpSpec
 def sharded_embedding(ids: torch.Tensor, weight: torch.Tensor, *, start: int, scale: float = 1.0) -> torch.Tensor:
     """The rows of `weight` [V, D] for the `ids` [...] (int64 or int32) from `start` to `start + V - 1`, times `scale`;
     zeros for all others. [..., D] in weight's dtype."""
+    return of_part(ids - start, weight, weight.dtype, lambda places: embedding(places, weight, scale=scale))
+
+
+def of_part(
+    places: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, look_up: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What `look_up` makes of `places` [...] that are rows of `weight` [V, D], and zeros for all others; [..., D] in
+    `dtype`."""
     if weight.shape[0] == 0:
-        return weight.new_zeros(*ids.shape, weight.shape[1])
-    places = ids - start
+        return weight.new_zeros(*places.shape, weight.shape[1], dtype=dtype)
     inside = (places >= 0) & (places < weight.shape[0])
-    rows = embedding(places.clamp(0, weight.shape[0] - 1), weight, scale=scale)
+    rows = look_up(places.clamp(0, weight.shape[0] - 1))
     return torch.where(inside[..., None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 

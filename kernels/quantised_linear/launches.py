@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from precast.ir.graph import symbols
-from precast.ir.graph.schema import Const, Dim, Dtype, Expr, Items, TensorType
+from precast.ir.graph.schema import Dtype, Expr, TensorType
 from precast.ir.graph.symbols import add, ceildiv, mul, numel
 from precast.ir.memory.liveness import Operand
 from precast.ir.ops.rows_rounded import has_powers_of_two, in_groups
@@ -86,22 +85,10 @@ def sizes_of(use: Use) -> Sizes | None:
     if not outputs or not num_groups:
         return None
     if format in ("fp8", "int8"):
-        block = _block(use)
+        block = use.integers("block")
         return None if block is None else Sizes(outputs, inputs, block[1], block[0], num_groups)
     given = {"mxfp4": _MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK, "nvfp4_divided": NVFP4_BLOCK}
     return Sizes(outputs, inputs, given.get(format, inputs // num_groups), 1, num_groups)
-
-
-def _block(use: Use) -> tuple[int, int] | None:
-    """Rows and columns of the weight that have a scale together."""
-    given = use.node.args.get("block")
-    if not isinstance(given, Items):
-        return None
-    sizes = [arg.expr if isinstance(arg, Dim) else arg.value for arg in given.items if isinstance(arg, (Dim, Const))]
-    found = sizes
-    if not all(isinstance(size, int) for size in sizes):
-        found = [symbols.substitute(size, {"tp": use.target.tp, "rank": 0}) for size in sizes]  # type: ignore[arg-type]
-    return (found[0], found[1]) if all(isinstance(size, int) for size in found) else None  # type: ignore[return-value]
 
 
 def is_short(use: Use) -> bool:

@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bflo
 SPECS = {spec.name.removeprefix("precast."): spec for spec in registry.specs()}
 OPS = (
     "rms_norm", "residual_rms_norm", "norm_residual_norm", "layer_norm", "gated_activation", "rotary", "rotary_tables",
-    "embedding", "gather_rows", "sharded_embedding", "sinkhorn",
+    "embedding", "gather_rows", "sharded_embedding", "quantised_embedding", "quantised_sharded_embedding", "sinkhorn",
 )  # fmt: skip
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -265,3 +265,31 @@ def test_rows_of_a_table_that_lies_anyhow(width: int, dtype: torch.dtype, same: 
         check("sharded_embedding", {"ids": ids + 7, "weight": table, "start": 8, "scale": 3.3}, same)
         check("sharded_embedding", {"ids": ids, "weight": table[:3], "start": 0, "scale": 1.0}, same)
         check("gather_rows", {"x": table[None], "rows": ids[0].repeat(2)[::2]}, same)
+
+
+@pytest.mark.parametrize("block", [(5, 2500), (1, 2500), (2, 128), (3, 7), (1, 1)], ids=str)
+@pytest.mark.parametrize("width", [1, 1024, 2500])
+@each_dtype
+def test_rows_of_a_table_in_few_bits(
+    width: int, block: tuple[int, int], dtype: torch.dtype, same: Callable[..., None]
+) -> None:
+    """Scales of all, of rows, of blocks that no row ends with; tables that lie anyhow; all numbers of float8, but that
+    the interpreter reads NaN as 480."""
+    draw = Draw(dtype, DEVICE)
+    codes = torch.arange(5 * width, device=DEVICE).reshape(5, width) % 256
+    if IS_INTERPRETED:
+        codes[codes % 128 == 127] = 0
+    every = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = draw.uniform(-(-5 // block[0]), -(-width // block[1]), low=0.01, dtype=torch.float32)
+    wide = torch.zeros(5, 2 * width, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)[:, ::2]
+    wide.view(torch.uint8).copy_(every.view(torch.uint8))
+    given = {"ids": draw.of([[4, 0, 2, 4]], torch.int64), "format": "fp8", "block": block, "dtype": dtype}
+    for table, of in ((every, scales), (wide, scales.t().contiguous().t()), (every, scales.to(dtype))):
+        sample = {**given, "weight": table, "scales": of}
+        check("quantised_embedding", {**sample, "scale": 3.3}, same)
+        check("quantised_embedding", sample, same)
+        ids = draw.of([[-1, 8, 12, 13, 7, 2**40]], torch.int64)
+        check("quantised_sharded_embedding", {**sample, "ids": ids, "start": 8, "scale": 3.3}, same)
+    memory = torch.full((4 * width + 9,), 7.0, dtype=dtype, device=DEVICE)
+    launched("quantised_embedding")(**given, weight=every, scales=scales, out=memory[: 4 * width].view(1, 4, width))
+    assert (memory[4 * width :] == 7).all(), "written after the last row"

@@ -13,7 +13,7 @@ import pytest
 from compiled_launches import compiled, stack_bytes
 from op_calls import f32, t
 
-from precast.ir.graph.schema import Const, Dtype, DtypeArg, Node, Ref, TensorType, Value
+from precast.ir.graph.schema import Const, Dtype, DtypeArg, Items, Node, Ref, TensorType, Value
 from precast.ir.ops import table as ops
 from precast.kernels.choices import resolve
 from precast.kernels.records import Launch
@@ -30,6 +30,9 @@ WRITE: Args = {
     "q": HEADS["x"], "k": KV, "v": KV, "cos": TABLE, "sin": TABLE, "q_weight": None, "k_weight": None,
     "k_cache": PAGES, "v_cache": PAGES, "slot_mapping": t("int64", "T"), "interleaved": False, "eps": None,
 }  # fmt: skip
+STORED: Args = {
+    "ids": t("int64", 1, "T"), "weight": t("float8_e4m3fn", 1000, 4096), "format": "fp8", "dtype": "bfloat16",
+}  # fmt: skip
 CALLS: list[tuple[str, Args]] = [
     ("rms_norm", NORM),
     ("rms_norm", HEADS),
@@ -44,6 +47,9 @@ CALLS: list[tuple[str, Args]] = [
     ("norm_residual_norm", {**NORM, "residual": HIDDEN, "inner_weight": WEIGHT}),
     ("embedding", {"ids": t("int64", 1, "T"), "weight": t("bfloat16", 1000, 4096)}),
     ("embedding", {"ids": t("int32", 1, "T"), "weight": t("float16", 1000, 3840), "scale": 3840**0.5}),
+    ("quantised_embedding", {**STORED, "scales": f32(1, 1), "block": (1000, 4096)}),
+    ("quantised_embedding", {**STORED, "scales": f32(8, 32), "block": (128, 128), "scale": 3840**0.5}),
+    ("quantised_sharded_embedding", {**STORED, "scales": f32(1000, 1), "block": (1, 4096), "start": 1000}),
     ("gather_rows", {"x": HIDDEN, "rows": t("int64", "R")}),
     ("rotary_write_kv", WRITE),
     ("rotary_write_kv", {**WRITE, "q_weight": t("bfloat16", 128), "k_weight": t("bfloat16", 128), "eps": 1e-6}),
@@ -65,13 +71,16 @@ def use(op: str, args: Args, target: Target = GPU, params: frozenset[str] = PARA
     outputs = definition.shape_rule({**defaults, **args})
     node = Node(
         definition.name,
-        {
-            name: Ref(name) if name in types else DtypeArg(value) if name == "dtype" else Const(value)
-            for name, value in args.items()
-        },
+        {name: Ref(name) if name in types else literal(name, value) for name, value in args.items()},
         tuple(Value(f"out.{i}", kind) for i, kind in enumerate(outputs)),
     )
     return use_of(node, types, target, params)
+
+
+def literal(name: str, value: Any) -> DtypeArg | Items | Const:
+    if name == "dtype":
+        return DtypeArg(value)
+    return Items(tuple(map(Const, value))) if isinstance(value, tuple) else Const(value)
 
 
 def launches(found: Use) -> tuple[Launch, ...]:
@@ -104,7 +113,7 @@ def test_a_row_is_one_launch_compiled_for_hopper(
         assert re.search(r"st\.global\S*\.v[24]\.b(32|16)", ptx) or op == "rotary_tables"
     # The next kernel may begin first; then this one waits, and whatever it reads but for weights, and the step's inputs
     # where tokens are written, comes after that.
-    reads_early = op == "rotary_write_kv" or (args.get("weight") is not None and op != "embedding")
+    reads_early = op == "rotary_write_kv" or (args.get("weight") is not None and "embedding" not in op)
     assert launch.pdl
     order = re.findall(r"griddepcontrol\.\w+|ld\.global|st\.global", ptx)
     waits, weights = order.index("griddepcontrol.wait"), [each for each in order if each == "ld.global"]

@@ -364,6 +364,11 @@ def _embedded(sequences: Sequences, dtype: torch.dtype, **how: Any) -> Sample:
     return {"ids": ids, "weight": _normal(dtype, 50, 512), "scale": 2.0, **how}
 
 
+def _embedded_few_bits(sequences: Sequences, dtype: torch.dtype, block: tuple[int, int], **how: Any) -> Sample:
+    made = _embedded(sequences, dtype, **how)
+    return {**made, **quantised.fp8(Draw(dtype, torch.device("cpu")), 50, 512, block), "dtype": dtype}
+
+
 def _tables(sequences: Sequences, dtype: torch.dtype) -> Sample:
     positions = torch.arange(_tokens(sequences))[None]
     return {"positions": positions, "inv_freq": torch.rand(64), "scale": 1.0, "dtype": dtype}
@@ -497,6 +502,14 @@ CASES: dict[str, tuple[str, Callable[..., Sample], dict[str, Any], float]] = {
     "sinkhorn": ("sinkhorn", _matrices, {}, 3.0),
     "embedding": ("embedding", _embedded, {}, 1.05),
     "sharded embedding": ("sharded_embedding", _embedded, {"start": 20}, 1.25),
+    "quantised embedding": ("quantised_embedding", _embedded_few_bits, {"block": (50, 512)}, 1.25),
+    "quantised embedding, finer": ("quantised_embedding", _embedded_few_bits, {"block": (1, 4)}, 1.25),
+    "quantised sharded embedding": (
+        "quantised_sharded_embedding",
+        _embedded_few_bits,
+        {"block": (1, 512), "start": 20},
+        1.25,
+    ),
     "rotary tables": ("rotary_tables", _tables, {}, 1.25),
     "rope frequencies": ("rope_frequencies", _frequencies, {}, 2.5),
     "gather rows": ("gather_rows", _gathered, {}, 1.05),

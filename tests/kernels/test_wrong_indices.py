@@ -52,6 +52,7 @@ def test_the_ops_that_pass_over_wrong_integers_are_known() -> None:
         ("precast.paged_sparse_latent_attention", "selected"),
         ("precast.quantised_experts", "expert_ids"),
         ("precast.quantised_linear", "groups"),
+        ("precast.quantised_sharded_embedding", "ids"),
         ("precast.sharded_embedding", "ids"),
         ("precast.sparse_latent_attention", "selected"),
     ]

@@ -98,6 +98,14 @@ FP8_OF_ROWS: Args = {
     "input": t("bfloat16", 1, "T", 256), "weight": t("float8_e4m3fn", mul(128, PAIRS), 256),
     "scales": f32(PAIRS, 2), "format": "fp8", "block": (128, 128), "bias": t("bfloat16", mul(128, PAIRS)),
 }  # fmt: skip
+TABLE: Args = {
+    "ids": t("int64", 1, "T"), "weight": t("float8_e4m3fn", 99, 27), "scales": f32(25, 4), "format": "fp8",
+    "block": (4, 8), "dtype": "bfloat16",
+}  # fmt: skip
+TABLE_OF_A_RANK: Args = {
+    **TABLE, "weight": t("float8_e4m3fn", mul(128, PAIRS), 27), "scales": f32(1, 27), "block": (1024, 1),
+    "start": mul(128, PAIRS),
+}  # fmt: skip
 PACKED4: Args = {
     "input": t("bfloat16", 1, "T", mul(64, PAIRS)), "weight": t("int32", 512, mul(8, PAIRS)),
     "scales": t("bfloat16", 512, mul(2, PAIRS)), "zeros": t("int32", 64, mul(2, PAIRS)), "format": "packed4",
@@ -198,6 +206,10 @@ OURS: list[tuple[str, Args, tuple[TensorType, ...]]] = [
     ("embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8)}, (f32(1, "T", 8),)),
     ("embedding", {"ids": t("int64", "T"), "weight": t("int64", 99, 8)}, (t("int64", "T", 8),)),
     ("sharded_embedding", {"ids": t("int64", 1, "T"), "weight": f32(99, 8), "start": 99}, (f32(1, "T", 8),)),
+    ("quantised_embedding", TABLE, (t("bfloat16", 1, "T", 27),)),
+    ("quantised_embedding", {**TABLE, "scales": f32(1, 1), "block": (99, 27)}, (t("bfloat16", 1, "T", 27),)),
+    ("quantised_sharded_embedding", {**TABLE, "start": 99}, (t("bfloat16", 1, "T", 27),)),
+    ("quantised_sharded_embedding", TABLE_OF_A_RANK, (t("bfloat16", 1, "T", 27),)),
     ("rms_norm", NORM, (f32(1, "T", 8),)),
     ("rms_norm", {**NORM, "weight": None}, (f32(1, "T", 8),)),
     ("residual_rms_norm", STREAM, (f32(1, "T", 8), f32(1, "T", 8))),

@@ -56,6 +56,8 @@ from op_calls import (
     STATES,
     STREAM,
     T1,
+    TABLE,
+    TABLE_OF_A_RANK,
     TABLES,
     TURNED,
     TWO_NORMS,
@@ -379,6 +381,19 @@ REJECTED: list[tuple[str, Args, str]] = [
         {"ids": t("int64", "T"), "weight": f32(9, 8), "start": "T"},
         "start: expected a size",
     ),
+    ("precast.quantised_embedding", {**TABLE, "ids": f32("T")}, "ids: expected dtype"),
+    ("precast.quantised_embedding", {**TABLE, "format": "int8"}, "format: expected one of fp8, found 'int8'"),
+    ("precast.quantised_embedding", {**TABLE, "dtype": "int64"}, "dtype: expected one of float16, .* found 'int64'"),
+    ("precast.quantised_embedding", {**TABLE, "weight": t("int8", 99, 27)}, "weight: expected dtype float8_e4m3fn"),
+    ("precast.quantised_embedding", {**TABLE, "scales": f32(24, 4)}, r"expected scales of \[25, 4\], found \[24, 4\]"),
+    ("precast.quantised_embedding", {**TABLE, "block": (4,)}, "a block of"),
+    (
+        "precast.quantised_embedding",
+        {**TABLE, "weight": t("float8_e4m3fn", 3, 99, 27), "scales": f32(3, 25, 4)},
+        "weight: expected 2 dimensions",
+    ),
+    ("precast.quantised_sharded_embedding", {**TABLE, "start": "T"}, "start: expected a size"),
+    ("precast.quantised_sharded_embedding", {**TABLE_OF_A_RANK, "block": (1000, 1)}, "expected scales of"),
     ("precast.rms_norm", {**NORM, "weight": f32(7)}, "weight: expected shape"),
     ("precast.rms_norm", {**NORM, "x": t("int64", 8)}, "x: expected dtype"),
     ("precast.rms_norm", {"x": f32(), "weight": f32()}, "at least one dimension"),
@@ -640,6 +655,8 @@ _OVER_KEYS_AND_VALUES = ("write_kv", "rotary_write_kv", "paged_attention", "page
 MAY_BE_FLOAT8 = {
     *(("precast.quantised_linear", name) for name in ("weight", "scales")),  # in some formats
     *(("precast.rounded_linear", name) for name in ("input", "weight")),
+    ("precast.quantised_embedding", "weight"),
+    ("precast.quantised_sharded_embedding", "weight"),
     *((f"precast.{op}", f"{name}_cache") for op in _OVER_KEYS_AND_VALUES for name in "kv"),
     *(
         (f"precast.{op}", "cache")
@@ -664,6 +681,8 @@ ANY_RANK = {
     ("precast.send", "x"),
     ("precast.embedding", "ids"),
     ("precast.sharded_embedding", "ids"),
+    ("precast.quantised_embedding", "ids"),
+    ("precast.quantised_sharded_embedding", "ids"),
     ("precast.rms_norm", "x"),
     ("precast.sinkhorn", "x"),
     ("precast.layer_norm", "x"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from op_samples.draw import Draw, Sample
+from op_samples.quantised import fp8
 from precast.ir.ops.rows_tokens import ACTIVATIONS
 
 
@@ -22,6 +23,26 @@ def sharded_embedding(draw: Draw) -> Iterator[Sample]:
     yield {"ids": draw.integers(0, 5, 1, 4, dtype=torch.int32), "weight": draw.normal(5, 8), "start": 0}
     yield {"ids": draw.integers(0, 5, 1, 3), "weight": draw.normal(2, 8), "start": 40}
     yield {"ids": draw.integers(0, 5, 1, 0), "weight": draw.normal(5, 8), "start": 2, "scale": 2.5}
+
+
+def quantised_embedding(draw: Draw) -> Iterator[Sample]:
+    yield {"ids": draw.integers(0, 11, 1, 7), **_table(draw, 11, 33, (11, 33)), "scale": 33**0.5}
+    yield {"ids": draw.integers(0, 11, 1, 5), **_table(draw, 11, 33, (4, 8))}
+    yield {"ids": draw.integers(0, 5, 1, 1, dtype=torch.int32), **_table(draw, 5, 8, (1, 8)), "scale": 0.3}
+    yield {"ids": draw.integers(0, 5, 1, 0), **_table(draw, 5, 8, (1, 3)), "scale": 2.5}
+    yield {"ids": draw.integers(0, 300, 7), **_table(draw, 300, 3, (128, 128))}
+
+
+def quantised_sharded_embedding(draw: Draw) -> Iterator[Sample]:
+    yield {"ids": draw.integers(0, 33, 1, 9), **_table(draw, 11, 33, (4, 8)), "start": 11, "scale": 33**0.5}
+    yield {"ids": draw.integers(0, 5, 1, 4, dtype=torch.int32), **_table(draw, 5, 8, (10, 8)), "start": 0}
+    yield {"ids": draw.integers(0, 5, 1, 3), **_table(draw, 2, 8, (1, 8)), "start": 40}
+    yield {"ids": draw.integers(0, 5, 1, 0), **_table(draw, 5, 8, (1, 3)), "start": 2, "scale": 2.5}
+
+
+def _table(draw: Draw, rows: int, width: int, block: tuple[int, int]) -> Sample:
+    """A table of `rows`, or a rank's part of one, whose values are rounded to the sample's dtype."""
+    return {**fp8(draw, rows, width, block), "dtype": draw.dtype}
 
 
 def sinkhorn(draw: Draw) -> Iterator[Sample]:
@@ -60,6 +81,8 @@ def gated_linear(draw: Draw) -> Iterator[Sample]:
 SAMPLES = {
     ("precast.embedding", 1): embedding,
     ("precast.sharded_embedding", 1): sharded_embedding,
+    ("precast.quantised_embedding", 1): quantised_embedding,
+    ("precast.quantised_sharded_embedding", 1): quantised_sharded_embedding,
     ("precast.sinkhorn", 1): sinkhorn,
     ("precast.gather_rows", 1): gather_rows,
     ("precast.gated_activation", 1): gated_activation,
