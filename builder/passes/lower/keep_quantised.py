@@ -1,4 +1,4 @@
-"""Keeps in few bits what a checkpoint stores so: weights of linear layers and of experts."""
+"""Keeps in few bits what a checkpoint stores so: weights of linear layers and of experts, tables of embeddings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from precast.ir.graph.schema import (
     Cast,
     Const,
     Dtype,
+    DtypeArg,
     Expr,
     Graph,
     Items,
@@ -40,6 +41,7 @@ from precast.ir.graph.symbols import free_symbols
 from precast.ir.ops import table
 from precast.ir.ops.checks import WORLD
 from precast.ir.ops.op import OpDef
+from precast.ir.ops.rows_tokens import TABLE_FORMATS
 from precast.ir.weights import recipes
 
 Found = tuple[Kept, Stored, Rounding]
@@ -47,12 +49,16 @@ Found = tuple[Kept, Stored, Rounding]
 Place = tuple[str, str]
 """A block, empty for `main`, and the name of a weight there."""
 
-_WEIGHTS = {"aten.linear.default": ("weight",), "precast.experts": ("up", "down")}
+_TABLES = {
+    "precast.embedding": "precast.quantised_embedding",
+    "precast.sharded_embedding": "precast.quantised_sharded_embedding",
+}
+"""The ops that look up rows, and their forms for stored weights. They take ids, which nothing rounds."""
+_MULTIPLIED = {"aten.linear.default": ("weight",), "precast.experts": ("up", "down")}
+_WEIGHTS = {**_MULTIPLIED, **dict.fromkeys(_TABLES, ("weight",))}
 """The ops that have a form for stored weights, and which of their arguments those are."""
-
-
 _PRODUCTS = {
-    **_WEIGHTS,
+    **_MULTIPLIED,
     "aten.addmm.default": ("mat1", "mat2"),
     "aten.matmul.default": ("self", "other"),
     "precast.grouped_linear": ("weight",),
@@ -60,7 +66,11 @@ _PRODUCTS = {
     "precast.paged_sparse_latent_attention": ("weight",),
 }
 """All ops that multiply with matrices of weights, and which of their arguments those may be."""
-_FORMS = {"aten.linear.default": "precast.quantised_linear", "precast.experts": "precast.quantised_experts"}
+_FORMS = {
+    "aten.linear.default": "precast.quantised_linear",
+    "precast.experts": "precast.quantised_experts",
+    **_TABLES,
+}
 """Those forms."""
 _ROUNDINGS = {"aten.linear.default": "activation", "precast.experts": "rounding"}
 """What the forms call the argument that says how inputs are rounded."""
@@ -87,8 +97,8 @@ def keep_quantised(
     roundings: Roundings = MappingProxyType({}),
     wide: Mapping[str, str] = MappingProxyType({}),
 ) -> Graph:
-    """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts likewise, where the recipe of w says that a
-    checkpoint stores it in few bits; the stored tensors become params of their own.
+    """linear(x, w) -> quantised_linear(x, values, scales, ...), and experts and embeddings likewise, where the recipe
+    of w says that a checkpoint stores it in few bits; the stored tensors become params of their own.
 
     What a rank reads of them is exact, or the weight stays as it is, and `left` gets the reason. A weight that was to
     be quantised while it is read, and can't be kept so, is read as it is stored. `scales`: the type of scales that
@@ -116,6 +126,8 @@ class _Weights:
         self._roundings = roundings
         self._params = {param.name: param for param in graph.params if is_quantised(param.recipe)}
         self._bound = _bound(graph, self._params)
+        self._tied = {param.recipe.param for param in graph.params if isinstance(param.recipe, Tie)}
+        self._tables = _tables(graph, self._bound) - self._tied
         self._reasons: dict[str, str] = {}
         self.kept: dict[str, Found] = {}
         self._keep()
@@ -132,7 +144,7 @@ class _Weights:
     def unrounded(self) -> Iterator[Unrounded]:
         """The weights whose inputs would be rounded, if this graph could say it."""
         for name, param in self._params.items():
-            wanted = rounding_of(param.recipe, self._roundings)
+            wanted = self._rounding(param)
             if wanted == NONE or (name not in self.kept and exact(param.recipe) != param.recipe):
                 continue  # nothing is rounded for what is read as it is stored
             if name not in self.kept:
@@ -142,20 +154,23 @@ class _Weights:
 
     def _keep(self) -> None:
         """What recipes say, weight by weight."""
-        tied = {param.recipe.param for param in self._graph.params if isinstance(param.recipe, Tie)}
         for name, param in self._params.items():
             try:
-                if name in tied:
+                if name in self._tied:
                     raise Misfit("another param is tied to it")
                 found = _kept(param.recipe, param.type.dtype)
                 parts = stored(found, name, self._scales)
-                rounding = rounding_of(param.recipe, self._roundings)
+                rounding = self._rounding(param)
                 rounding = rounding if _is_matrix(found) else _of_experts(rounding)
                 if rounding.scale is not None:
                     parts.params["input_scale"] = _input_scale(name, rounding.scale)
                 self.kept[name] = found, parts, rounding
             except Misfit as error:
                 self._reasons[name] = str(error)
+
+    def _rounding(self, param: Param) -> Rounding:
+        """How the input is to be rounded that a weight is multiplied with; a table is multiplied with none."""
+        return NONE if param.name in self._tables else rounding_of(param.recipe, self._roundings)
 
     def _drop(self) -> bool:
         """Leave out what can't be kept because of where it is taken, or of others; whether anything was."""
@@ -178,18 +193,21 @@ class _Weights:
             return f"{node.op if node else 'more than one op'} takes it"
         if len({_form(*self.kept[name]) for name in names}) > 1:
             return "the layers that share its block store it in other ways"
+        formats = {self.kept[name][0].format for name in names}
+        if node.op in _TABLES and not formats <= set(TABLE_FORMATS):
+            return f"{_FORMS[node.op]} takes {', '.join(TABLE_FORMATS)}, and not {', '.join(sorted(formats))}"
         known = {each.name for each in _definition(_FORMS[node.op]).args}
         taken = {_arg_name(node, arg, part) for part in self.kept[next(iter(names))][1].params}
         if unknown := taken - known:
             return f"{_FORMS[node.op]} has no {', '.join(sorted(unknown))}"
-        formats = set()
+        ways = set()
         for other in _WEIGHTS[node.op]:
             given = node.args[other]
             for each in self._bound.get((place[0], given.name), ()) if isinstance(given, Ref) else ():
-                formats.add((self.kept[each][0].format, self.kept[each][0].zero_offset) if each in self.kept else None)
+                ways.add((self.kept[each][0].format, self.kept[each][0].zero_offset) if each in self.kept else None)
             if not isinstance(given, Ref) or (place[0], given.name) not in self._bound:
-                formats.add(None)
-        return "" if len(formats) == 1 else f"{node.op} takes weights of different formats"
+                ways.add(None)
+        return "" if len(ways) == 1 else f"{node.op} takes weights of different formats"
 
     def _agree(self) -> None:
         """An op that takes several weights rounds the rows for all of them in one way, or for none."""
@@ -270,6 +288,8 @@ class _Weights:
             if parts.block is not None:
                 args[_arg_name(node, arg, "block")] = Items(tuple(map(Const, parts.block)))
             args["format"] = Const(whole.format)
+            if node.op in _TABLES:
+                args["dtype"] = DtypeArg(node.outputs[0].type.dtype)
             if whole.zero_offset:
                 args["zero_offset"] = Const(whole.zero_offset)
             if rounding.activation != "none":
@@ -411,6 +431,16 @@ def _bound(graph: Graph, params: Mapping[str, Param]) -> dict[Place, list[str]]:
         for place, names in found.items()
         if not params.keys().isdisjoint(names) and (place[0] or place[1] in in_main)
     }
+
+
+def _tables(graph: Graph, bound: Mapping[Place, Collection[str]]) -> set[str]:
+    """The params that embeddings take, and nothing else does."""
+    takers: dict[str, set[str]] = {}
+    for place, names in bound.items():
+        node, _ = _taker(graph, place)
+        for name in names:
+            takers.setdefault(name, set()).add("" if node is None else node.op)
+    return {name for name, ops in takers.items() if ops <= _TABLES.keys()}
 
 
 def _taker(graph: Graph, place: Place) -> tuple[Node | None, str]:

@@ -9,6 +9,7 @@ from precast.builder.graph.rounding import Rounding
 from precast.builder.passes.lower.keep_quantised import Dequantised, Unrounded, keep_quantised
 from precast.ir.graph.schema import Graph, Read
 from precast.ir.graph.text import format_graph, format_recipe, format_step, format_type
+from precast.ir.graph.world import unsharded
 from precast.ir.verify.verifier import verify
 
 
@@ -173,7 +174,6 @@ def test_layers_of_a_block_that_are_stored_otherwise(other: str) -> None:
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        ("%y = precast.embedding(ids=%ids, weight=%w)", "precast.embedding takes it"),
         ("%y = aten.linear.default(input=%x, weight=%w) %z = aten.linear.default(input=%y, weight=%w)",
          "more than one op takes it"),
         ("%p = aten.transpose.int(self=%w, dim0=0, dim1=1) %y = aten.linear.default(input=%x, weight=%p)",
@@ -187,6 +187,126 @@ def test_what_is_taken_otherwise(nodes: str, reason: str) -> None:
 
     assert after == before
     assert left == [Dequantised("w", reason)]
+
+
+LOOKED_UP = (
+    "%i = aten.clamp.default(self=%ids, min=0, max=39) %y = precast.embedding(ids=%i, weight=%w, scale=2.0) return y=%y"
+)
+
+
+def test_an_embedding_takes_what_is_stored() -> None:
+    after, left = kept(graph({"w": f"[40, 16] = {fp8('w', 40, 16)}"}, LOOKED_UP))
+
+    assert format_step(after.main[-1]) == (
+        "%y: bfloat16[1, T, 16] = precast.quantised_embedding@1(ids=%i, weight=%w, scales=%w.scales,"
+        ' format="fp8", block=[40, 16], dtype=bfloat16, scale=2.0)'
+    )
+    assert {param.name: (format_type(param.type), format_recipe(param.recipe)) for param in after.params} == {
+        "w": ("float8_e4m3fn[40, 16]", 'read("w", [40, 16], float8_e4m3fn)'),
+        "w.scales": ("float32[1, 1]", 'cast(read("w.s", [1, 1]), float32)'),
+    }
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    "rounding", [Rounding("fp8_token"), Rounding("fp8_tensor", Read("i", (1,))), Rounding(reason="it is not known")]
+)
+def test_nothing_rounds_ids(rounding: Rounding) -> None:
+    """Whatever a config says of the inputs of all that it quantises."""
+    left: list[Dequantised | Unrounded] = []
+    before = graph({"w": f"[40, 16] = {fp8('w', 40, 16)}"}, LOOKED_UP)
+
+    assert keep_quantised(before, left, roundings={"w": rounding}) == keep_quantised(before)
+    assert left == []
+
+
+def test_parts_of_a_table_with_a_scale_for_all_keep_it() -> None:
+    parts = ", ".join(fp8("w", 20, 16).replace('read("w"', f'read("w.{i}"') for i in range(2))
+
+    after, _ = kept(graph({"w": f"[40, 16] = concat([{parts}], dim=0)"}, LOOKED_UP))
+
+    assert [format_type(param.type) for param in after.params] == ["float8_e4m3fn[40, 16]", "float32[1, 1]"]
+
+
+def test_parts_of_a_table_with_scales_of_their_own() -> None:
+    """Each row gets that of its part."""
+    parts = ", ".join(fp8(f"w.{i}", 20, 16) for i in range(2))
+
+    after, left = kept(graph({"w": f"[40, 16] = concat([{parts}], dim=0)"}, LOOKED_UP))
+
+    assert [format_type(param.type) for param in after.params] == ["float8_e4m3fn[40, 16]", "float32[40, 1]"]
+    assert format_step(after.main[-1]).endswith('format="fp8", block=[1, 16], dtype=bfloat16, scale=2.0)')
+    assert left == []
+
+
+TWO_RANKS = """
+symbols {{ T: 1..64 ep: 1..1 rank: 0..1 tp: 1..2 }}
+inputs {{ %ids: int64[1, T] }}
+params {{ %w: bfloat16[floordiv(40, tp), 16] = slice({recipe},
+          dim=0, start=(floordiv(40, tp) * rank), length=floordiv(40, tp)) }}
+shards {{ world(tp=1, ep=[1]) world(tp=2, ep=[1])
+  row(kind="embedding", block="", mode="vocab", params=[%w], nodes=[%y], units=40, collective="all_reduce", group="tp",
+      reason="") }}
+main {{ %y = precast.sharded_embedding(ids=%ids, weight=%w, start=(floordiv(40, tp) * rank))
+       %z = precast.all_reduce(x=%y, group="tp") return z=%z }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("scales", "shape", "block", "split"),
+    [
+        ((1, 1), "[1, 1]", "[40, 16]", ("w",)),
+        ((40, 1), "[floordiv(40, tp), 1]", "[1, 16]", ("w", "w.scales")),
+        ((10, 2), "[floordiv(40, tp), 2]", "[1, 8]", ("w", "w.scales")),
+    ],
+)
+def test_a_rank_has_its_rows_of_a_table_and_their_scales(
+    scales: tuple[int, int], shape: str, block: str, split: tuple[str, ...]
+) -> None:
+    after, left = kept(parse_graph(TWO_RANKS.format(recipe=fp8("w", 40, 16, scales))))
+
+    assert format_step(after.main[0]) == (
+        "%y: bfloat16[1, T, 16] = precast.quantised_sharded_embedding@1(ids=%ids, weight=%w, scales=%w.scales,"
+        f' start=(floordiv(40, tp) * rank), format="fp8", block={block}, dtype=bfloat16)'
+    )
+    assert [format_type(param.type) for param in after.params] == [
+        "float8_e4m3fn[floordiv(40, tp), 16]", f"float32{shape}",
+    ]  # fmt: skip
+    assert after.shards.rows[0].params == split
+    assert left == []
+
+
+def test_one_rank_looks_up_rows_of_the_whole_table() -> None:
+    alone = unsharded(kept(parse_graph(TWO_RANKS.format(recipe=fp8("w", 40, 16))))[0])
+
+    assert [format_step(step) for step in alone.main] == [
+        "%y: bfloat16[1, T, 16] = precast.quantised_embedding@1(ids=%ids, weight=%w, scales=%w.scales,"
+        ' format="fp8", block=[40, 16], dtype=bfloat16)'
+    ]
+
+
+def test_a_table_of_another_format() -> None:
+    stored = (
+        'cast(dequantise(int8, read("w", [40, 16], int8), read("s", [40, 1]), block=[1, 16], zeros=none, groups=none,'
+        " zero_offset=0), bfloat16)"
+    )
+    before = graph({"w": f"[40, 16] = {stored}"}, LOOKED_UP)
+
+    after, left = kept(before)
+
+    assert after == before
+    assert left == [Dequantised("w", "precast.quantised_embedding takes fp8, and not int8")]
+
+
+def test_a_table_that_a_head_is_tied_to() -> None:
+    before = graph(
+        {"w": f"[40, 16] = {fp8('w', 40, 16)}", "head": "[40, 16] = tie(%w)"},
+        "%y = precast.embedding(ids=%ids, weight=%w) %z = aten.linear.default(input=%y, weight=%head) return z=%z",
+    )
+    left: list[Dequantised | Unrounded] = []
+
+    assert keep_quantised(before, left, roundings={"w": Rounding("fp8_token")}) == before
+    assert left == [Dequantised("w", "another param is tied to it"), Unrounded("w", "the weight is dequantised")]
 
 
 def test_what_others_are_tied_to() -> None:
