@@ -37,14 +37,14 @@ LOOK_UPS = ("precast.quantised_embedding", "precast.quantised_sharded_embedding"
 
 
 class Made(NamedTuple):
-    """Folders of one model: its values in float32, and with tables and one product of each layer in FP8."""
+    """Folders of one model: its values in float32, and as they are stored, with tables in FP8."""
 
     plain: Path
     stored: Path
 
 
-def write(config: Any, tables: list[str], folder: Path) -> Made:
-    """A random model; each table has one scale, whatever parts it is stored in, and `o_proj` blocks."""
+def write(config: Any, tables: list[str], folder: Path, products: str = "o_proj") -> Made:
+    """A random model; each table has one scale, whatever parts it is stored in, and the `products` have blocks."""
     plain, stored = folder / "plain", folder / "stored"
     model = random_model(config)
     model.save_pretrained(plain)
@@ -58,7 +58,7 @@ def write(config: Any, tables: list[str], folder: Path) -> Made:
             values = (tensor * 100).to(torch.float8_e4m3fn)
             dense[name] = values.float() * torch.tensor(scale)
             made = {name: values, f"{name.partition(found)[0]}{found}.weight_scale": torch.tensor([scale])}
-        elif name.endswith("o_proj.weight"):
+        elif name.endswith(f"{products}.weight"):
             made, dense[name] = quantised.float8(name, tensor, (32, 32), "_scale_inv", blocks(tensor))
         files |= made
     save_file({name: each.contiguous() for name, each in dense.items()}, plain / "model.safetensors", {"format": "pt"})
@@ -67,7 +67,7 @@ def write(config: Any, tables: list[str], folder: Path) -> Made:
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     entries = {
         "quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_convert": tables,
-        "modules_to_not_convert": ["experts", *(each for each in linear if not each.endswith("o_proj"))],
+        "modules_to_not_convert": ["experts", *(each for each in linear if not each.endswith(products))],
     }  # fmt: skip
     written = json.loads((plain / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(written | {"quantization_config": entries}))
@@ -92,8 +92,8 @@ def built(ngrams: Made, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return build
 
 
-def logits(bundle: Bundle, weights: Path, **options: Any) -> torch.Tensor:
-    with precast.load(bundle.path, weights=weights, device="cpu", cache_bytes=1 << 24, **options) as engine:
+def logits(bundle: Bundle, weights: Path, device: str = "cpu", **options: Any) -> torch.Tensor:
+    with precast.load(bundle.path, weights=weights, device=device, cache_bytes=1 << 24, **options) as engine:
         return engine.logits(PROMPT)
 
 
@@ -173,3 +173,19 @@ def test_a_table_that_the_head_is_tied_to_is_dequantised(tied: bool, tmp_path: P
     assert look_ups(bundle) == ([] if tied else [LOOK_UPS[1]])
     left = {"more than one op takes it": ["model.embed_tokens.weight"]}
     assert bundle.provenance.get("dequantised") == (left if tied else None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_gives_the_bits_of_tables_that_are_dequantised(dtype: str, tmp_path: Path) -> None:
+    """All other kernels are the same, as nothing else is quantised."""
+    made = write(config_of("llama"), ["embed_tokens"], tmp_path, products="none of them")
+    kept, dense = (
+        precast.build(made.stored, tmp_path / str(dequantise), dtype=dtype, dequantise=dequantise)
+        for dequantise in (False, True)
+    )
+
+    found, expected = (logits(bundle, made.stored, device="cuda") for bundle in (kept, dense))
+
+    assert len(look_ups(kept)) == 1
+    assert torch.equal(found, expected)

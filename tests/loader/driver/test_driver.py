@@ -194,6 +194,40 @@ def test_sparse_attention_gives_the_tokens_that_torch_gives(sparse: Model, captu
     assert_tokens_are_those_of_torch(sparse, capture)
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A llama whose embeddings are stored in FP8, and nothing else, in rows that no block of a kernel ends with."""
+    pytest.importorskip("transformers", minversion="5.17")
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from precast.builder.build import build
+
+    folder = tmp_path_factory.mktemp("tables")
+    entries = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_convert": ["embed_tokens"],
+               "modules_to_not_convert": ["model.layers", "lm_head"]}  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=264, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    tensors = LlamaForCausalLM(config).bfloat16().state_dict()
+    name = "model.embed_tokens.weight"
+    tensors |= {name: (tensors[name] * 1000).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor([1.3e-3])}
+    written = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": entries}
+    (folder / "weights").mkdir()
+    save_file(tensors, folder / "weights" / "model.safetensors")
+    (folder / "weights" / "config.json").write_text(json.dumps(written), encoding="utf-8")
+    made = build(folder / "weights", folder / "tables.bundle", dtype="bfloat16", targets=["sm_90"])
+    return Model(folder / "tables.bundle", made.digest, folder / "weights")
+
+
+@pytest.mark.parametrize("capture", ["off", "before"])
+def test_tables_in_few_bits_give_the_tokens_that_torch_gives(tables: Model, capture: str) -> None:
+    """The table is read, and its rows are looked up, without torch."""
+    assert_tokens_are_those_of_torch(tables, capture)
+
+
 @pytest.mark.slow
 def test_a_load_that_is_killed_at_any_moment_leaves_nothing_on_the_gpu(model: Model, device: DriverDevice) -> None:
     command = [sys.executable, "-m", "precast", "run", model.bundle, "--weights", model.weights, "--token-ids", "1"]
