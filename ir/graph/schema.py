@@ -264,14 +264,15 @@ class Repeat(Wire, frozen=True, tag="repeat", tag_field="k"):
 
 
 class Repack(Wire, frozen=True, tag="repack", tag_field="k"):
-    """Words of `awq`, a read of int32, as `packed4` has them: the same values of four bits.
+    """Words of a read of int32 as `packed4` has them: the same values of four bits.
 
-    `values`: [I, O / 8] as [O, I / 8], of eight inputs each; `zeros`: [G, O / 8] as [O / 8, G], of eight outputs each,
-    in order.
+    `values`: those of `awq`, [I, O / 8] as [O, I / 8], of eight inputs each; `zeros`: those of `awq`, [G, O / 8] as
+    [O / 8, G], of eight outputs each, in order. `groups`: zeros of which eight groups of an output have a word, in
+    order, [O, W] as [O / 8, 8 W], of eight outputs each.
     """
 
     of: Recipe
-    part: Literal["values", "zeros"]
+    part: Literal["values", "zeros", "groups"]
 
 
 class Tie(Wire, frozen=True, tag="tie", tag_field="k"):

@@ -107,13 +107,15 @@ def dtype_at_load(recipe: Quantise, of: ReadDtype | None) -> Dtype:
 
 
 def repacked_shape(recipe: Repack, of: Sequence[Expr]) -> Sizes:
-    """The sizes of `packed4`'s words, from those of `awq`'s. Raises RecipeError for what is no matrix of such words."""
+    """The sizes of `packed4`'s words, from those that are read. Raises RecipeError for what is no matrix of words."""
     fits = isinstance(recipe.of, Read) and len(of) == 2
     expect(fits, f"repack: expected a matrix that is read, found {type(recipe.of).__name__.lower()} {shape_text(of)}")
     if recipe.part == "zeros":
         return of[1], of[0]
-    expect(_divides(PER_INT32, of[0]), f"repack: {symbols.text(of[0])} inputs, expected a multiple of {PER_INT32}")
-    return symbols.mul(of[1], PER_INT32), symbols.floordiv(of[0], PER_INT32)
+    rows = "inputs" if recipe.part == "values" else "outputs"
+    expect(_divides(PER_INT32, of[0]), f"repack: {symbols.text(of[0])} {rows}, expected a multiple of {PER_INT32}")
+    more, fewer = symbols.mul(of[1], PER_INT32), symbols.floordiv(of[0], PER_INT32)
+    return (more, fewer) if recipe.part == "values" else (fewer, more)
 
 
 def repacked_dtype(of: ReadDtype | None) -> Dtype:

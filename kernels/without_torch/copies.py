@@ -26,7 +26,7 @@ REARRANGED: Mapping[int, Dtype] = MappingProxyType({1: "uint8", 2: "float16", 4:
 """By the bytes of an element, as what a load copies it: of its bits nothing is changed."""
 _ROWS, _COLUMNS, _MOST_BLOCKS = 32, 128, 65535
 _SIZES = ("num_rows", "num_columns", "size_a", "size_b", "size_c")
-REPACKED: tuple[Literal["values", "zeros"], ...] = ("values", "zeros")
+REPACKED: tuple[Literal["values", "zeros", "groups"], ...] = ("values", "zeros", "groups")
 """The parts of AWQ's weights that a load repacks, each by a kernel of its own."""
 _WORDS: Dtype = "int32"
 _WORD_ROWS, _WORD_COLUMNS = 16, 32
@@ -92,7 +92,9 @@ def repacked(part: str) -> Launch:
             Pointer("x"), Pointer("out.0"), "num_rows", "num_columns", "x_row", "x_word", "x_column", "out_row",
             "out_word", "out_column",
         ),
-        constants={"IS_VALUES": part == "values", "ROWS": _WORD_ROWS, "COLUMNS": _WORD_COLUMNS},
+        constants={
+            "EXCHANGED": part != "zeros", "IN_ORDER": part == "groups", "ROWS": _WORD_ROWS, "COLUMNS": _WORD_COLUMNS,
+        },
     )  # fmt: skip
 
 
@@ -105,8 +107,8 @@ def repacked_key(part: str) -> tuple[str, tuple[str, ...]]:
 def repacked_arguments(
     part: str, shape: Sequence[int], source: Sequence[int], out: Sequence[int]
 ) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
-    """As `rearranged_arguments`: of `values` for words [a, 8, b] of which eight go together, else for [a, b]."""
-    if part == "values":
+    """As `rearranged_arguments`: of `zeros` for words [a, b], else for [a, 8, b], of which eight go together."""
+    if part != "zeros":
         rows, _, columns = shape
         steps = (*source, *out)
     else:

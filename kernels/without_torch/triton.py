@@ -36,17 +36,17 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def repack_kernel(  # type: ignore[no-untyped-def]
     x, out, num_rows, num_columns, x_row, x_word, x_column, out_row, out_word, out_column,
-    IS_VALUES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EXCHANGED: tl.constexpr, IN_ORDER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """AWQ's words of four bits as packed4's: of values eight words of eight inputs each as those of eight outputs, of
-    zeros each for itself. Of AWQ's word half byte p is output 2 (p % 4) + p // 4."""
+    zeros each for itself. Of AWQ's word half byte p is output 2 (p % 4) + p // 4; IN_ORDER: it is number p."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     mask = (row < num_rows) & (column < num_columns)
     x += row * x_row + column * x_column
     out += row * out_row + column * out_column
     w0 = tl.load(x, mask=mask, other=0)
-    if IS_VALUES:
+    if EXCHANGED:
         w1 = tl.load(x + x_word, mask=mask, other=0)
         w2 = tl.load(x + 2 * x_word, mask=mask, other=0)
         w3 = tl.load(x + 3 * x_word, mask=mask, other=0)
@@ -67,13 +67,17 @@ def repack_kernel(  # type: ignore[no-untyped-def]
         w2, w3 = _exchanged(w2, w3, 4, 0x0F0F0F0F)
         w4, w5 = _exchanged(w4, w5, 4, 0x0F0F0F0F)
         w6, w7 = _exchanged(w6, w7, 4, 0x0F0F0F0F)
+        if IN_ORDER:
+            n1, n2, n3, n4, n5, n6 = w1, w2, w3, w4, w5, w6
+        else:
+            n1, n2, n3, n4, n5, n6 = w4, w1, w5, w2, w6, w3
         tl.store(out, w0, mask=mask)
-        tl.store(out + out_word, w4, mask=mask)
-        tl.store(out + 2 * out_word, w1, mask=mask)
-        tl.store(out + 3 * out_word, w5, mask=mask)
-        tl.store(out + 4 * out_word, w2, mask=mask)
-        tl.store(out + 5 * out_word, w6, mask=mask)
-        tl.store(out + 6 * out_word, w3, mask=mask)
+        tl.store(out + out_word, n1, mask=mask)
+        tl.store(out + 2 * out_word, n2, mask=mask)
+        tl.store(out + 3 * out_word, n3, mask=mask)
+        tl.store(out + 4 * out_word, n4, mask=mask)
+        tl.store(out + 5 * out_word, n5, mask=mask)
+        tl.store(out + 6 * out_word, n6, mask=mask)
         tl.store(out + 7 * out_word, w7, mask=mask)
     else:
         moved = ((w0 >> 8) ^ w0) & 0x0000FF00

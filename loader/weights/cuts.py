@@ -16,7 +16,7 @@ import msgspec
 from precast.ir.weights.checkpoint import StoredDtype, StoredTensor
 from precast.loader.weights import views
 from precast.loader.weights.parts import Casts, Part
-from precast.loader.weights.repacked import Words
+from precast.loader.weights.repacked import EXCHANGED, Words
 from precast.loader.weights.views import View
 
 
@@ -30,7 +30,7 @@ class Dim(NamedTuple):
 
 class Cut(NamedTuple):
     """As much of a part as a job reads: elements in `start .. end` of the file; `dims` by falling source steps, where
-    `repack` is `values` those of the part."""
+    words are exchanged those of the part."""
 
     file: str
     start: int
@@ -53,7 +53,7 @@ def cuts_of(part: Part, stored: StoredTensor, job_bytes: int) -> Iterator[Cut]:
     """The part as cuts whose elements lie within `job_bytes` bytes of the file; its tensor is not empty."""
     itemsize = stored.nbytes // math.prod(stored.shape)
     dtype = _known(stored.dtype)
-    are_apart = part.repack == "values"
+    are_apart = part.repack in EXCHANGED
     dims = _dims(part.source, part.destination) if are_apart else _merged(part.source, part.destination)
     offsets = part.source.offset, part.destination.offset
     for inner, source, destination in _split(dims, *offsets, job_bytes // itemsize, only_first=are_apart):

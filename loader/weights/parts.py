@@ -47,8 +47,8 @@ class Target(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True):
     """Elements of a stored tensor, by its name in the recipes, for elements of a target; both views have one shape.
 
-    `repack`: they are words that become others. Of `values` the views have three dimensions, of which the second are
-    the eight words that are read, and written, together.
+    `repack`: they are words that become others. Where these are exchanged, the views have three dimensions, of which
+    the second are the eight words that are read, and written, together.
     """
 
     tensor: str
@@ -239,25 +239,39 @@ class Assembly:
             self.moves.append(Move(temporary, source, target, wanted))
 
     def _place_repack(self, recipe: ir.Repack, destination: View, region: Region, target: int, casts: Casts) -> None:
-        """Outputs that begin or end within the eight of a word are taken from a temporary target that has them all."""
-        read, ((row, rows), (column, columns)) = recipe.of, region
+        read = recipe.of
         assert isinstance(read, ir.Read), "verified"
         stored = views.contiguous(_shape(read))
+        if recipe.part == "groups":  # whose words have a group in each row of the others
+            destination, region = views.transpose(destination, 0, 1), views.swap(region, 0, 1)
         if recipe.part == "zeros":
             source = _narrowed(views.transpose(stored, 0, 1), region)
-        elif row % PER_WORD or rows % PER_WORD:
+            self._add_words(recipe, read, source, target, destination, casts)
+        else:
+            self._place_exchanged(recipe, read, stored.shape[1], destination, region, target, casts)
+
+    def _place_exchanged(
+        self, recipe: ir.Repack, read: ir.Read, words: int, destination: View, region: Region, target: int, casts: Casts
+    ) -> None:
+        """Rows of the result, each of one half byte of the stored rows' `words`. Those that begin or end within the
+        eight of a word are taken from a temporary target that has them all."""
+        (row, rows), (column, columns) = region
+        if row % PER_WORD or rows % PER_WORD:
             first = row // PER_WORD * PER_WORD
             taken = -(-(row + rows) // PER_WORD) * PER_WORD - first
-            whole = views.contiguous((taken, columns))
+            whole, inside = views.contiguous((taken, columns)), ((first, taken), (column, columns))
             temporary = self._add_target(Target(None, casts[-1], whole.shape))
-            self._place_repack(recipe, whole, ((first, taken), (column, columns)), temporary, casts)
+            self._place_exchanged(recipe, read, words, whole, inside, temporary, casts)
             self.moves.append(Move(temporary, views.narrow(whole, 0, row - first, rows), target, destination))
             return
-        else:
-            words, step = stored.shape[1], destination.strides
-            shape = (columns, PER_WORD, rows // PER_WORD)
-            source = View(PER_WORD * column * words + row // PER_WORD, shape, (PER_WORD * words, words, 1))
-            destination = View(destination.offset, shape, (step[1], step[0], PER_WORD * step[0]))
+        shape, step = (columns, PER_WORD, rows // PER_WORD), destination.strides
+        source = View(PER_WORD * column * words + row // PER_WORD, shape, (PER_WORD * words, words, 1))
+        destination = View(destination.offset, shape, (step[1], step[0], PER_WORD * step[0]))
+        self._add_words(recipe, read, source, target, destination, casts)
+
+    def _add_words(
+        self, recipe: ir.Repack, read: ir.Read, source: View, target: int, destination: View, casts: Casts
+    ) -> None:
         kept = _conversions(self._stored_dtype(read.tensor), casts)
         self.parts.append(Part(read.tensor, source, target, destination, kept, recipe.part))
 

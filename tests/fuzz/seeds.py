@@ -85,6 +85,7 @@ _RECIPES: dict[str, Recipe] = {
     "int8": Cast(_INT8, "bfloat16"),
     "repack": Slice(Each(Repack(Read("e.*.q", (16, 3), "int32"), "values"), 0, 2), 1, 8, 12),
     "repacked": Repack(Read("z", (5, 3), "int32"), "zeros"),
+    "groups": Slice(Repack(Read("z", (16, 4), "int32"), "groups"), 1, 0, 3),
     "quantise": Quantise(Read("a", (5, 7)), "values", (2, 3)),
     "scale": Scale(("a.k_scale", "a.k_proj.k_scale")),
 }

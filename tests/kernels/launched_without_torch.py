@@ -139,19 +139,18 @@ def test_of_equal_elements_the_first_are_the_largest() -> None:
     assert numbers.tolist() == [[1, 2, 4, 0], [0, 1, 3, 2]]
 
 
-@pytest.mark.parametrize("part", ["values", "zeros"])
+@pytest.mark.parametrize("part", ["values", "zeros", "groups"])
 @pytest.mark.parametrize(("rows", "columns"), [(24, 3), (280, 70)])
 def test_words_are_repacked(part: str, rows: int, columns: int) -> None:
     """Tiles are of 16 or 128 inputs, and 32 words of eight outputs."""
     words = torch.randint(-(2**31), 2**31, (rows, columns), generator=torch.Generator().manual_seed(1)).int()
     wanted = quantised.repacked(words, part)
-    each, launch = 8 if part == "values" else 1, repacked(part)
+    each, launch = 1 if part == "zeros" else 8, repacked(part)
     x, out = words.to(DEVICE), torch.zeros_like(wanted, device=DEVICE, memory_format=torch.contiguous_format)
     step = wanted.shape[1]
-    found = repacked_arguments(
-        part, *(((rows // 8, 8, columns), (8 * columns, columns, 1), (1, step, 8 * step)) if part == "values"
-                else ((rows, columns), (columns, 1), (1, step)))
-    )  # fmt: skip
+    places = {"values": (1, step, 8 * step), "zeros": (1, step), "groups": (step, 1, 8)}
+    apart = ((rows // 8, 8, columns), (8 * columns, columns, 1)) if each == 8 else ((rows, columns), (columns, 1))
+    found = repacked_arguments(part, *apart, places[part])
     assert found is not None
     grid, numbers = found
     assert grid[0] * launch.constants["ROWS"] * each >= rows  # type: ignore[operator]

@@ -155,14 +155,14 @@ def _experts(draw: st.DrawFn, tensors: Tensors) -> Made:
 
 @st.composite
 def _repacked(draw: st.DrawFn, tensors: Tensors) -> Made:
-    """Words of four bits, of one layer or of experts, or the zeros of a layer."""
+    """Words of four bits, of one layer or of experts, or zeros."""
     rows, words, name = 8 * draw(st.integers(1, 3)), draw(st.integers(1, 3)), f"words.{len(tensors)}"
     drawn = torch.Generator().manual_seed(len(tensors))
-    count, part = draw(st.integers(1, 3)), draw(st.sampled_from(("values", "zeros")))
+    count, part = draw(st.integers(1, 3)), draw(st.sampled_from(("values", "zeros", "groups")))
     for number in range(count):
         made = torch.randint(-(2**31), 2**31, (rows, words), generator=drawn)
         tensors[f"{name}.{number}"] = made.int()
-    shape = (8 * words, rows // 8) if part == "values" else (words, rows)
+    shape = {"values": (8 * words, rows // 8), "zeros": (words, rows), "groups": (rows // 8, 8 * words)}[part]
     if count == 1:
         return Made(Repack(read(f"{name}.0", tensors), part), shape, "int32")
     each = Each(Repack(Read(name + ".*", (rows, words), "int32"), part), 0, count)

@@ -593,7 +593,7 @@ def _repeat(cursor: Cursor) -> Repeat:
 
 
 def _repack(cursor: Cursor) -> Repack:
-    part = cursor.expect("values", "zeros").text
+    part = cursor.expect("values", "zeros", "groups").text
     cursor.expect(",")
     return Repack(_recipe(cursor), part)  # type: ignore[arg-type]
 

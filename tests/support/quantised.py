@@ -66,6 +66,8 @@ def dequantised(recipe: Dequantise, parts: Sequence[torch.Tensor]) -> torch.Tens
 
 def repacked(words: torch.Tensor, part: str) -> torch.Tensor:
     """AWQ's words in the order of `packed4`."""
+    if part == "groups":
+        return pack_bits(unpack(words, IN_ORDER).t(), 4).t()
     values = unpack(words, AWQ_ORDER).t()
     return pack_bits(values, 4) if part == "values" else pack_bits(values.t(), 4).t()
 
@@ -289,6 +291,21 @@ def awq(stem: str, weight: torch.Tensor, group_size: int) -> Stored:
     values, zeros, scales = _unsigned(outputs, inputs, group_size)
     dense = ((values - zeros[_groups(inputs, group_size)]).float() * scales.float()[_groups(inputs, group_size)]).t()
     stored = {".qweight": pack(values, AWQ_ORDER), ".qzeros": pack(zeros, AWQ_ORDER), ".scales": scales}
+    return {stem + suffix: tensor for suffix, tensor in stored.items()}, dense
+
+
+def awq_gemv(stem: str, weight: torch.Tensor, group_size: int) -> Stored:
+    """[outputs, inputs] -> what AutoAWQ's `gemv` version stores. What fills up zeros and scales, as it does for 128
+    inputs in groups of 32, 1,024 in groups of 128 or more, is 0 there; here it would be noticed."""
+    outputs, inputs = weight.shape
+    values, zeros, scales = _unsigned(outputs, inputs, group_size)
+    dense = ((values - zeros[_groups(inputs, group_size)]).float() * scales.float()[_groups(inputs, group_size)]).t()
+    together = 8 * max(1, 128 // group_size)
+    more = (0, -len(scales) % together)
+    filled = [torch.nn.functional.pad(each.t(), more, value=7) for each in (zeros, scales)]
+    stored = {
+        ".qweight": pack(values.t(), IN_ORDER), ".qzeros": pack(filled[0], IN_ORDER), ".scales": filled[1],
+    }  # fmt: skip
     return {stem + suffix: tensor for suffix, tensor in stored.items()}, dense
 
 

@@ -130,8 +130,10 @@ def test_params_whose_rows_and_columns_are_exchanged_have_a_copy(is_turned: bool
     assert [size for size, key in keys.items() if key in found] == ([2, 4] if is_turned else [])
 
 
-@pytest.mark.parametrize("part", [None, "values", "zeros"])
-def test_params_of_words_in_another_order_have_a_kernel(part: Literal["values", "zeros"] | None, graph: Graph) -> None:
+@pytest.mark.parametrize("part", [None, "values", "zeros", "groups"])
+def test_params_of_words_in_another_order_have_a_kernel(
+    part: Literal["values", "zeros", "groups"] | None, graph: Graph
+) -> None:
     read = Read("w", (16, 3), "int32")
     recipe = read if part is None else Slice(Repack(read, part), 1, 0, 1)
     param = Param("w", TensorType("int32", recipes.shape(recipe)), recipe)  # type: ignore[arg-type]

@@ -253,7 +253,7 @@ RECIPES = st.recursive(
         st.builds(Each, inner, INTS, INTS, INTS),
         st.builds(Quantise, inner, st.sampled_from(("values", "scales")), st.tuples(INTS, INTS)),
         st.builds(Repeat, inner, INTS, EXPRS),
-        st.builds(Repack, inner, st.sampled_from(("values", "zeros"))),
+        st.builds(Repack, inner, st.sampled_from(("values", "zeros", "groups"))),
         st.builds(
             Dequantise,
             inner,

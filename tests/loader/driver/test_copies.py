@@ -129,7 +129,7 @@ class Gpu(CudaDriver):
         x, out, rows, columns, *steps = (ctypes.c_int64.from_address(place or 0).value for place in places)
         assert grid[0] * _WORD_ROWS >= rows
         assert grid[1] * _WORD_COLUMNS >= columns
-        each = range(8 if part == "values" else 1)
+        each = range(1 if part == "zeros" else 8)
         for row, column in itertools.product(range(rows), range(columns)):
             sources = [x + 4 * sum(map(operator.mul, (row, i, column), steps[:3])) for i in each]
             words = torch.tensor([[ctypes.c_int32.from_address(source).value] for source in sources]).int()
@@ -200,6 +200,9 @@ RECIPES: dict[str, Recipe] = {
     "words": turned("words"), "straight": read("words", TENSORS), "part": Slice(turned("words"), 1, 8, 16),
     "joined": Concat((turned("a"), turned("b")), 1), "stack": Stack((turned("words"), turned("words")), 1),
     "values": Repack(read("awq", TENSORS), "values"), "zeros": Repack(read("awq.zeros", TENSORS), "zeros"),
+    "groups": Repack(read("awq", TENSORS), "groups"),
+    "some groups": Slice(Slice(Repack(read("awq", TENSORS), "groups"), 1, 8, 16), 0, 2, 3),
+    "few groups": Slice(Repack(read("awq", TENSORS), "groups"), 1, 0, 5),
     "columns": Slice(Repack(read("awq", TENSORS), "values"), 1, 1, 3),
     "rows": Slice(Repack(read("awq", TENSORS), "values"), 0, 8, 16),
     "together": Concat((Repack(read("awq", TENSORS), "values"),) * 2, 0),
@@ -215,7 +218,7 @@ def expected(recipes: Mapping[str, Recipe], tensors: Mapping[str, torch.Tensor] 
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 1 << 10])
-@pytest.mark.parametrize("sizes", [(1, 2, 4, "values", "zeros"), (4,), ("values",), ()], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 4, "values", "zeros", "groups"), (4,), ("values",), ()], ids=str)
 def test_what_the_layer_copies_is_as_what_the_host_makes(
     sizes: tuple[int | str, ...], buffer_bytes: int, loaded: Loaded, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,15 +258,15 @@ def test_what_is_cast_or_moved_is_made_on_the_host_and_all_else_by_kernels(gpu: 
 
     made = {
         sizes: Copies(what, layer_for(*sizes), begin("cuda").result().device).targets
-        for sizes in ((1, 2, 4, "values", "zeros"), (2,), ("values",), (4, "values"))
+        for sizes in ((1, 2, 4, "values", "zeros", "groups"), (2,), ("values",), ("groups",), (4, "values"))
     }
 
     names = {sizes: {what.plan.targets[i].name for i in targets} for sizes, targets in made.items()}
-    others = {"plain", "cast", "uneven"}
+    others = {"plain", "cast", "uneven", "few groups"}
     of_values, turned = {"values", "columns", "rows", "together"}, {"words", "straight", "part", "stack"}
     assert names == {
-        (1, 2, 4, "values", "zeros"): RECIPES.keys() - others, (2,): {"joined"}, ("values",): of_values,
-        (4, "values"): of_values | turned,
+        (1, 2, 4, "values", "zeros", "groups"): RECIPES.keys() - others, (2,): {"joined"}, ("values",): of_values,
+        ("groups",): {"groups", "some groups"}, (4, "values"): of_values | turned,
     }  # fmt: skip
 
 
@@ -407,6 +410,7 @@ def test_what_the_kernel_does_not_take() -> None:
     assert repacked_arguments("zeros", (2, 2, 2), (4, 2, 1), (1, 2, 4)) is None
     assert repacked_arguments("zeros", (3,), (5,), (1,)) == ((1, 1, 1), (1, 3, 0, 0, 5, 0, 0, 1))
     assert repacked_arguments("values", (1, 8, 1 << 22), (8, 1, 1), (1, 1, 8)) is None
+    assert repacked_arguments("groups", (1, 8, 1 << 22), (8, 1, 1), (8, 1, 8)) is None
 
 
 # --- on a GPU by hand, and on a real one -------------------------------------------------------------------------
@@ -434,6 +438,8 @@ ODD_RECIPES: dict[str, Recipe] = {
     "joined bytes": Concat((odd("more bytes"), odd("bytes")), 1),
     "stack": Stack((odd("words"), odd("words")), 1),
     "values": Repack(read("awq", ODD), "values"), "zeros": Repack(read("awq.zeros", ODD), "zeros"),
+    "groups": Repack(read("awq", ODD), "groups"),
+    "some groups": Slice(Slice(Repack(read("awq", ODD), "groups"), 1, 8, 160), 0, 3, 29),
     "some outputs": Slice(Repack(read("awq", ODD), "values"), 0, 8, 160),
     "some inputs": Slice(Repack(read("awq", ODD), "values"), 1, 3, 29),
     "values beside values": Concat((Repack(read("awq", ODD), "values"),) * 2, 1),
@@ -455,7 +461,7 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Na
     """The kernels of a GPU, which the driver is of from now on."""
     if request.param == "by hand":
         request.getfixturevalue("gpu")
-        return layer_for(1, 2, 4, "values", "zeros")
+        return layer_for(1, 2, 4, "values", "zeros", "groups")
     monkeypatch.setattr(weights, "THREADS", 2)
     found: NativeLayer = request.getfixturevalue("compiled")
     return found
@@ -503,18 +509,25 @@ def test_a_copy_writes_its_elements_and_nothing_else(
 
 
 @pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize(("part", "shape"), [("values", (17, 8, 33)), ("values", (1, 8, 1)), ("zeros", (17, 33))])
+@pytest.mark.parametrize(
+    ("part", "shape"),
+    [
+        ("values", (17, 8, 33)), ("values", (1, 8, 1)), ("zeros", (17, 33)), ("groups", (17, 8, 33)),
+        ("groups", (1, 8, 1)),
+    ],
+)  # fmt: skip
 def test_repacking_writes_its_words_and_nothing_else(
-    part: Literal["values", "zeros"], shape: tuple[int, ...], first: int, layer: NativeLayer, tmp_path: Path
+    part: Literal["values", "zeros", "groups"], shape: tuple[int, ...], first: int, layer: NativeLayer, tmp_path: Path
 ) -> None:
-    inputs, outputs = math.prod(shape[:-1]), shape[-1]
-    pitch = (inputs if part == "zeros" else inputs // 8) + 1
-    source = View(first, shape, (8 * outputs, outputs, 1) if part == "values" else (outputs, 1))
-    target = View(first + 2, shape, (1, pitch, 8 * pitch) if part == "values" else (1, pitch))
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    pitch = {"values": rows // 8, "zeros": rows, "groups": 8 * columns}[part] + 1
+    steps = {"values": (1, pitch, 8 * pitch), "zeros": (1, pitch), "groups": (pitch, 1, 8)}[part]
+    source = View(first, shape, (columns, 1) if part == "zeros" else (8 * columns, columns, 1))
+    target = View(first + 2, shape, steps)
 
     given, found = copied(Copy("int32", 16, source, 0, target, (), part), layer, tmp_path)
 
-    words = given[16:].view(np.int32)[first : first + inputs * outputs].reshape(inputs, outputs)
+    words = given[16:].view(np.int32)[first : first + rows * columns].reshape(rows, columns)
     made = quantised.repacked(torch.from_numpy(words.copy()), part).numpy()
     wanted = np.full(len(found) // 4, GUARD * 0x01010101, np.int32)
     elements_of(wanted, View(first + 2, made.shape, (pitch, 1)))[...] = made

@@ -65,6 +65,11 @@ def repacked_zeros() -> tuple[Recipe, int, Tensors]:
     return Each(part(Repack(Read("experts.*.z", (4, WIDE), "int32"), "zeros"), 0, WIDE), 0, 2), 1, tensors
 
 
+def repacked_groups() -> tuple[Recipe, int, Tensors]:
+    tensors = {"z": words(8 * WIDE, 3)}
+    return part(Slice(Repack(read("z", tensors), "groups"), 1, 0, 20), 0, WIDE), 0, tensors
+
+
 def of_rank(folder: Path, tensors: Tensors, recipe: Recipe, rank: int, tp: int) -> Weights:
     graph = params_graph({"p": recipe}, tensors, {"tp": tp, "rank": rank})
     bound = bind_world(graph, Placement(rank, tp, 1, CpuDevice()))
@@ -72,7 +77,9 @@ def of_rank(folder: Path, tensors: Tensors, recipe: Recipe, rank: int, tp: int) 
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("made", [qkv, columns, experts, repacked_rows, repacked_columns, repacked_zeros])
+@pytest.mark.parametrize(
+    "made", [qkv, columns, experts, repacked_rows, repacked_columns, repacked_zeros, repacked_groups]
+)
 def test_parts_are_the_whole_and_no_byte_is_read_twice(
     made: Callable[[], tuple[Recipe, int, Tensors]], tp: int, tmp_path: Path
 ) -> None:
