@@ -86,7 +86,7 @@ def _formats(layers: object) -> set[tuple[str, str]]:
 _TWICE = ("bits", "group_size", "desc_act", "zero_point", "checkpoint_format")
 """What a file and the config may both say of AWQ and GPTQ."""
 
-_MEANT = {"gptq": {"checkpoint_format": "gptq"}}
+_MEANT = {"gptq": {"checkpoint_format": "gptq"}, "awq": {"checkpoint_format": "gemm"}}
 """What a config means that leaves an entry out, where libraries that read the config alone take it for that."""
 
 

@@ -144,10 +144,12 @@ def check_options(entries: Mapping[str, Any], where: str | None = None) -> Quant
 _SPELLINGS = {
     "fp8": {"ignored_layers": "modules_to_not_convert"},
     "mxfp8": {"ignored_layers": "modules_to_not_convert"},
-    "awq": {"q_group_size": "group_size", "w_bit": "bits"},
+    "awq": {
+        "q_group_size": "group_size", "w_bit": "bits", "version": "checkpoint_format", "format": "checkpoint_format",
+    },
     "gptq": {"format": "checkpoint_format"},
     "modelopt": {"exclude_modules": "ignore"},
-}
+}  # fmt: skip
 """Other names of options, and the one that schemes read."""
 
 
@@ -155,9 +157,11 @@ def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None =
     """The entries with one name for each option. Raises BuildError where two names of one say different things.
 
     Of `fp8` an empty list says nothing, as readers of such checkpoints take it. ModelOpt's library writes the name of
-    FP8 in blocks in small letters.
+    FP8 in blocks in small letters, and AutoAWQ its formats' in large ones, too.
     """
     names = _SPELLINGS.get(method, {})
+    if method == "awq":
+        entries = {name: _word(value) if name in _AWQ_FORMATS else value for name, value in entries.items()}
     nothing: tuple[Any, ...] = (None, []) if method in ("fp8", "mxfp8") else (None,)
     made = {name: value for name, value in entries.items() if name not in names}
     for name, value in entries.items():
@@ -173,6 +177,15 @@ def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None =
     if method == "modelopt" and made.get("quant_algo") == IN_BLOCKS.lower():
         made["quant_algo"] = IN_BLOCKS
     return made
+
+
+_AWQ_FORMATS = frozenset(("version", "format", "checkpoint_format"))
+"""The names that AWQ's format goes by."""
+
+
+def _word(value: Any) -> str | None:
+    """A value, which may be one of an enumeration, in small letters; None: nothing is said."""
+    return None if value is None else str(getattr(value, "value", value)).lower()
 
 
 def _says_same(one: Any, other: Any) -> bool:
@@ -592,7 +605,7 @@ _LAYER = {"quant_algo", "group_size"}
 _NO_SPARSITY = Check(
     lambda value: not value or value.get("format", "dense") == "dense", "nothing, or the format 'dense'"
 )
-_GEMM = Check(lambda value: str(getattr(value, "value", value)).lower() == "gemm", "'gemm'")
+_AWQ_FORMAT = Check(lambda value: _word(value) in ("gemm", "gemv"), "'gemm' or 'gemv'")
 
 _FOLDED = Check(quark_options.is_folded, quark_options.FOLDED)
 
@@ -646,9 +659,9 @@ _KNOWN: dict[str, dict[str, Check]] = {
     "mxfp4": {"modules_to_not_convert": _names},
     "awq": {
         "bits": _one_of(4), "w_bit": _one_of(4), "group_size": _group_size, "q_group_size": _group_size,
-        "zero_point": _one_of(True), "version": _GEMM, "format": _GEMM, "modules_to_not_convert": _names,
-        "checkpoint_format": _GEMM, "method": _one_of("awq"), "pack_dtype": _one_of("int32"), "lm_head": _one_of(False),
-        "data_type": _one_of("int"),
+        "zero_point": _one_of(True), "modules_to_not_convert": _names, "method": _one_of("awq"),
+        "pack_dtype": _one_of("int32"), "lm_head": _one_of(False), "data_type": _one_of("int"),
+        **dict.fromkeys(_AWQ_FORMATS, _AWQ_FORMAT),
     },
     "gptq": {
         "bits": _one_of(4, 8), "group_size": _group_size, "checkpoint_format": _one_of("gptq", "gptq_v2"),

@@ -59,8 +59,14 @@ MODELOPT = {
 UE8M0 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "fmt": "e4m3"}
 MXFP8 = {"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}
+GEMV = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
 NOT_DOWN = r".*\.layers\..*(?<!down)_proj\.weight"
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def in_groups_of_32(name: str, weight: torch.Tensor) -> quantised.Stored:
+    return quantised.awq_gemv(name.removesuffix(".weight"), weight, 32)
+
 
 CASES = {
     "FP8 in blocks": Case(
@@ -179,6 +185,10 @@ CASES = {
     ),
     "AWQ experts": Case(
         "qwen3_moe", {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, in_groups(quantised.awq)
+    ),
+    "AWQ of gemv": Case("llama", GEMV, in_groups_of_32, changes=SIZES | {"head_dim": 32}),
+    "AWQ experts of gemv": Case(
+        "qwen3_moe", GEMV, in_groups_of_32, changes=SIZES | {"head_dim": 32, "moe_intermediate_size": 128}
     ),
     "GPTQ": Case("llama", GPTQ | {"desc_act": False}, in_groups(quantised.gptq, order=False), dtype="float16"),
     "GPTQ with act order": Case(
@@ -308,6 +318,7 @@ def test_gptq_is_joined_where_its_groups_are_in_order(case: str, are_joined: boo
         ("GPTQ", "packed4"), ("GPTQ experts", "packed4"), ("GPTQ with act order", "gptq"),
         ("GPTQ of 8 bits", "packed8"), ("GPTQ of 8 bits with act order", "packed8"),
         ("GPTQ experts of 8 bits", "packed8"), ("AWQ", "packed4"), ("AWQ experts", "packed4"),
+        ("AWQ of gemv", "packed4"), ("AWQ experts of gemv", "packed4"),
     ],
 )  # fmt: skip
 def test_words_lie_in_rows_but_for_gptq_with_act_order(case: str, format: str, made: Callable[[str], Made]) -> None:
@@ -418,8 +429,11 @@ def test_stages_and_ranks_with_sequences_of_their_own(case: str, made: Callable[
 
 @pytest.mark.parametrize(
     "case",
-    ["FP8 in blocks", "MXFP8 experts", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ", "GPTQ"],
-)
+    [
+        "FP8 in blocks", "MXFP8 experts", "MXFP4 experts", "INT4 with act order", "compressed NVFP4", "AWQ",
+        "AWQ of gemv", "GPTQ",
+    ],
+)  # fmt: skip
 def test_ranks_agree_about_random_weights(case: str, made: Callable[[str], Made]) -> None:
     assert prove_with_random_weights(made(case).bundle, tp=2).proof.holds
 

@@ -1,4 +1,6 @@
-"""AWQ and GPTQ: values of four bits, GPTQ's also of eight, with the inputs of a layer first, in groups of inputs."""
+"""AWQ and GPTQ: values of four bits, GPTQ's also of eight, in groups of inputs; but for AutoAWQ's `gemv` with the
+inputs of a layer first.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,45 @@ import torch
 from transformers import PreTrainedModel
 
 from precast.builder.source.quantised_options import Quantised, pattern_of, refuse, refuse_groups
+from precast.builder.weights import compact
 from precast.builder.weights.schemes.chosen import all_but
 from precast.builder.weights.schemes.scheme import Scheme, Weight
-from precast.ir.graph.schema import Dequantise, Read, Recipe, Transpose
+from precast.ir.graph.schema import Dequantise, Read, Recipe, Repack, Transpose
 
 _AWQ_WORD = 8
 """Values in an int32."""
 
 
 def awq(model: PreTrainedModel, options: Quantised) -> Scheme:
-    """AutoAWQ's `gemm`: eight outputs of an input in an int32."""
-
-    def recipe(weight: Weight) -> Recipe:
-        size, columns, zeros, scales = _grouped("awq", weight, options, _AWQ_WORD)
-        values = Read(weight.stem + ".qweight", (size, columns // _AWQ_WORD), "int32")
-        return Transpose(Dequantise(values, scales, "awq", zeros=zeros), 0, 1)
-
+    """AutoAWQ's `gemm`, eight outputs of an input in an int32, or its `gemv`, eight inputs of an output."""
+    of = _gemv if options.get("checkpoint_format", None) == "gemv" else _gemm
     skipped = options.get("modules_to_not_convert", None)
-    return Scheme("awq", all_but(model, skipped, default_too=True), recipe, ())
+    return Scheme("awq", all_but(model, skipped, default_too=True), lambda weight: of(weight, options), ())
+
+
+def _gemm(weight: Weight, options: Quantised) -> Recipe:
+    inputs, outputs, zeros, scales = _grouped("awq", weight, options, _AWQ_WORD)
+    values = Read(weight.stem + ".qweight", (inputs, outputs // _AWQ_WORD), "int32")
+    return Transpose(Dequantise(values, scales, "awq", zeros=zeros), 0, 1)
+
+
+def _gemv(weight: Weight, options: Quantised) -> Recipe:
+    """Values are those of `packed4`. Zeros of eight groups of an output have a word; zeros and scales are filled up."""
+    inputs, outputs, size = _sizes("awq", weight, options, _AWQ_WORD)
+    groups, width = inputs // size, _gemv_words(weight, inputs, size)
+    values = Read(weight.stem + ".qweight", (outputs, inputs // _AWQ_WORD), "int32")
+    zeros = Repack(Read(weight.stem + ".qzeros", (outputs, width), "int32"), "groups")
+    scales = Read(weight.stem + ".scales", (outputs, width * _AWQ_WORD))
+    zeros_of, scales_of = (compact.sliced(part, 1, 0, groups) for part in (zeros, scales))
+    return Dequantise(values, scales_of, "packed4", zeros=zeros_of)
+
+
+def _gemv_words(weight: Weight, inputs: int, size: int) -> int:
+    """The words of zeros that an output has: AutoAWQ's `calculate_zeros_width`, which knows no other groups."""
+    if size not in (32, 64) and size < 128:
+        raise refuse("awq", f"groups of {size} in gemv", why=f"{weight.name}: expected 32, 64, or 128 and more")
+    several = max(1, 128 // size)
+    return -(-(inputs // size) // (_AWQ_WORD * several)) * several
 
 
 def gptq(model: PreTrainedModel, options: Quantised) -> Scheme:
@@ -92,6 +115,14 @@ def _zero_biases(model: PreTrainedModel) -> dict[str, int]:
 
 def _grouped(method: str, weight: Weight, options: Quantised, word: int) -> tuple[int, int, Read, Read]:
     """Inputs and outputs of a linear layer, of which `word` are packed together, and its groups' zeros and scales."""
+    inputs, outputs, size = _sizes(method, weight, options, word)
+    rows = -(-inputs // size)
+    zeros = Read(weight.stem + ".qzeros", (rows, outputs // word), "int32")
+    return inputs, outputs, zeros, Read(weight.stem + ".scales", (rows, outputs))
+
+
+def _sizes(method: str, weight: Weight, options: Quantised, word: int) -> tuple[int, int, int]:
+    """Inputs and outputs of a linear layer, of which `word` are packed together, and the inputs of a group."""
     if len(weight.shape) != 2 or not weight.name.endswith(".weight"):
         raise refuse(method, f"stacked experts ({weight.name})")
     outputs, inputs = weight.shape
@@ -101,6 +132,4 @@ def _grouped(method: str, weight: Weight, options: Quantised, word: int) -> tupl
     size = inputs if options.get("group_size", 128) == -1 else options.get("group_size", 128)
     if method == "awq" and inputs % size:
         raise refuse_groups(method, weight.name, inputs, size)
-    rows = -(-inputs // size)
-    zeros = Read(weight.stem + ".qzeros", (rows, outputs // word), "int32")
-    return inputs, outputs, zeros, Read(weight.stem + ".scales", (rows, outputs))
+    return inputs, outputs, size

@@ -431,6 +431,10 @@ GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
             "with group_size = 128 in quant_config.json, and with group_size = 64 in config.json",
         ),
         (
+            {"quant_method": "awq", "bits": 4}, {"quant_config": {"w_bit": 4, "version": "GEMV"}},
+            "with checkpoint_format = 'gemv' in quant_config.json, and with checkpoint_format = 'gemm' in config.json",
+        ),
+        (
             GPTQ, {"quantize_config": GPTQ | {"checkpoint_format": "gptq_v2"}},
             "with checkpoint_format = 'gptq_v2' in quantize_config.json, and with checkpoint_format = 'gptq' in config",
         ),

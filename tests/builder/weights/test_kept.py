@@ -10,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import evaluate
+from stored_weights import config_of
 
+from precast.builder.capture.factory import make_module
 from precast.builder.weights.kept import Misfit, fit_together, granule, kept, storage, stored
+from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.graph import symbols
 from precast.ir.graph.schema import (
     Cast,
@@ -159,6 +162,22 @@ def test_awq_is_kept_as_packed4() -> None:
         "of": Repack(Read("w.q", (64, 6), "int32"), "values"),
         "scales": Transpose(Read("w.s", (4, 48), "float32"), 0, 1),
         "zeros": Repack(Read("w.z", (4, 6), "int32"), "zeros"),
+    }
+
+
+def test_awq_of_gemv_is_kept_as_packed4() -> None:
+    """Its values lie in rows, and are read as they are; of its zeros other words are made."""
+    config, name = config_of("llama", intermediate_size=96), "model.layers.0.mlp.down_proj.weight"
+    entries = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
+    recipe = ModelCheckpoint(make_module(config, "float32"), entries).recipes([name])[name]
+
+    params, _ = stored(kept(recipe, "float32"), "w", "float16")
+
+    stem = name.removesuffix("weight")
+    assert {part: param.recipe for part, param in params.items()} == {
+        "of": Read(stem + "qweight", (64, 12), "int32"),
+        "scales": Cast(Slice(Read(stem + "scales", (64, 32)), 1, 0, 3), "float16"),
+        "zeros": Slice(Repack(Read(stem + "qzeros", (64, 4), "int32"), "groups"), 1, 0, 3),
     }
 
 

@@ -22,7 +22,7 @@ from precast.ir.graph.schema import Cast
         ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes; known are fp8, .*, gptq"),
         ({"bits": 4}, "quantised by a method that isn't named"),
         ({"quant_method": "awq", "bits": 3}, "bits = 3"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "version = 'gemv_fast'"),
         ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}, "checkpoint_format = 'gemv_fast'"),
         ({"quant_method": "awq", "bits": 4, "lm_head": True}, "lm_head = True"),
         ({"quant_method": "gptq", "bits": 3}, "bits = 3"),
@@ -49,6 +49,10 @@ from precast.ir.graph.schema import Cast
             "checkpoint_format = 'gptq' and format = 'gptq_v2': both are names of one option",
         ),
         ({"quant_method": "awq", "group_size": 32, "q_group_size": 64}, "group_size = 32 and q_group_size = 64"),
+        (
+            {"quant_method": "awq", "version": "GEMV", "checkpoint_format": "gemm"},
+            "checkpoint_format = 'gemm' and version = 'gemv'",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]"),
         ({"quant_method": "fp8", "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         (
@@ -145,6 +149,10 @@ from precast.ir.graph.schema import Cast
         (
             {"quant_method": "awq", "bits": 4, "group_size": 48},
             r"by awq, with groups of 48: 12 weights .* so\n  model.layers.*.mlp.gate_proj.weight has 64 inputs, which",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemv"},
+            r"groups of 16 in gemv: 14 weights .* so\n  model.layers.*.mlp.down_proj.weight: expected 32, 64, or 128",
         ),
     ],
 )

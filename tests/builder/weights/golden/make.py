@@ -173,7 +173,8 @@ def linear(weight: torch.Tensor) -> torch.nn.Linear:
 
 def autoawq() -> Iterator[tuple[str, Case]]:
     from awq.modules.linear.gemm import WQLinear_GEMM
-    from awq.utils.packing_utils import dequantize_gemm
+    from awq.modules.linear.gemv import WQLinear_GEMV
+    from awq.utils.packing_utils import dequantize_gemm, unpack_awq
 
     for name, group_size in (("groups", 16), ("one group", -1)):
         stored: Tensors = {}
@@ -192,6 +193,22 @@ def autoawq() -> Iterator[tuple[str, Case]]:
             "modules_to_not_convert": None,
         }  # fmt: skip
         yield name, Case(stored, values, entries, "awq.utils.packing_utils.dequantize_gemm, in float16")
+
+    # Only its kernels for GPUs compute with `gemv`: here a function of the library unpacks what the library packed.
+    stored, values, size = {}, {}, 32
+    for layer, weight in weights().items():
+        scales, zeros = affine(weight, 4, size)
+        exact = _in_four_bits(weight, scales.t(), zeros.t(), size)
+        packed = WQLinear_GEMV.from_linear(linear(exact), 4, size, scales=scales, zeros=zeros)
+        stored |= {f"{layer}.{part}": getattr(packed, part) for part in ("qweight", "qzeros", "scales")}
+        whole, points = (each & 15 for each in unpack_awq(packed.qweight, packed.qzeros, 4))
+        groups = torch.arange(weight.shape[1]) // size
+        values[f"{layer}.weight"] = (whole - points[:, groups]) * packed.scales[:, groups]
+    entries = {
+        "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemv",
+        "modules_to_not_convert": None,
+    }  # fmt: skip
+    yield "gemv", Case(stored, values, entries, "awq.utils.packing_utils.unpack_awq, of zeros, too, in float16")
 
 
 def _in_four_bits(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, size: int) -> torch.Tensor:

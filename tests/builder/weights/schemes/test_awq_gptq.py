@@ -35,6 +35,37 @@ def test_awq(model_type: str, group_size: int, said: dict[str, Any], tmp_path: P
     check(config_of(model_type, num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"version": "gemv"}, {"version": "GEMV", "checkpoint_format": "gemv"}, {"format": "gemv", "method": "awq"}],
+    ids=["AutoAWQ", "its enumeration's", "GPTQModel"],
+)
+@pytest.mark.parametrize(("group_size", "inputs"), [(32, 1088), (64, 192), (128, 1152), (-1, 64)])
+def test_awq_of_gemv(group_size: int, inputs: int, said: dict[str, Any], tmp_path: Path) -> None:
+    """Of 34 groups a row of zeros has 8 words, of 3 groups of 64 it has 2, and of 9 of 128 also 2."""
+    entries = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, **said}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not linear(name) or "down_proj" not in name:
+            return None
+        return quantised.awq_gemv(name.removesuffix(".weight"), tensor, inputs if group_size == -1 else group_size)
+
+    others = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    check(
+        config_of("llama", intermediate_size=inputs), entries | {"modules_to_not_convert": others}, quantise, tmp_path
+    )
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_awq_of_gemv_in_all_layers(model_type: str, tmp_path: Path) -> None:
+    entries = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        return quantised.awq_gemv(name.removesuffix(".weight"), tensor, 32) if linear(name) else None
+
+    check(config_of(model_type, num_experts=4, moe_intermediate_size=32), entries, quantise, tmp_path)
+
+
 def test_awq_in_its_own_spelling(tmp_path: Path) -> None:
     entries = {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, **BY_AUTOAWQ}
 
