@@ -313,6 +313,7 @@ def _check_manifest(manifest: Manifest, layers: tuple[Layer, ...]) -> None:
     rules = manifest.checkpoint
     for what, found, limit in (
         ("prefixes of tensor names", len(rules.optional_prefixes) + len(rules.prefixes), limits.MAX_PREFIXES),
+        ("endings of tensor names", len(rules.endings), limits.MAX_PREFIXES),
         ("patterns of tensor names", len(rules.ignored) + len(rules.unused), limits.MAX_PATTERNS),
         ("patterns of groups in order", len(rules.groups_in_order), limits.MAX_PATTERNS),
         ("patterns of zeros", len(rules.zeros), limits.MAX_PATTERNS),

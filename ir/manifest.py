@@ -37,14 +37,16 @@ class Checkpoint(Wire, frozen=True):
     """How tensor names of a checkpoint are read, beyond the recipes.
 
     `optional_prefixes` may be missing from, or stand before, every name of the checkpoint (GPT-2's `transformer.`).
-    `ignored` are patterns of names of tensors that some checkpoints have and no model uses; `*` stands for any run of
-    characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
+    `ignored` are patterns of names of tensors that some checkpoints have and no model uses; `*` stands for any run
+    of characters, all else for itself. `tied` maps a second name of a tensor to the name that recipes read: a
     checkpoint holds either of them, or both with equal content. `unused` are patterns of tensors that belong to the
-    model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a key
-    of `prefixes` may begin with its value instead. `groups_in_order` are patterns of tensors, int32 `[inputs]`, that
-    say of which group each input is, and how many inputs a group has (0: all are one group). Where groups are of
-    neighbours, in order, no recipe reads them; a checkpoint in which they say something else is refused. `zeros` are
-    patterns of tensors, floating point `[n]`, that are all 0 and that the model has not, and their n (0: any).
+    model but not to its graph: the vision tower of a model whose text decoder was built. A name that begins with a
+    key of `prefixes` may begin with its value instead. One that ends with a key of `endings` may end with its value
+    instead, and under either name the tensor may have dimensions of size 1 more or fewer. `groups_in_order` are
+    patterns of tensors, int32 `[inputs]`, that say of which group each input is, and how many inputs a group has
+    (0: all are one group). Where groups are of neighbours, in order, no recipe reads them; a checkpoint in which
+    they say something else is refused. `zeros` are patterns of tensors, floating point `[n]`, that are all 0 and
+    that the model has not, and their n (0: any).
     """
 
     optional_prefixes: tuple[str, ...] = ()
@@ -54,6 +56,7 @@ class Checkpoint(Wire, frozen=True):
     prefixes: dict[str, str] = msgspec.field(default_factory=dict)
     groups_in_order: dict[str, int] = msgspec.field(default_factory=dict)
     zeros: dict[str, int] = msgspec.field(default_factory=dict)
+    endings: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 Scalar = bool | int | float | str | None

@@ -62,7 +62,7 @@ def resolve(name: str, stored: Container[str], rules: Checkpoint) -> str | None:
     """The checkpoint's name for what a recipe calls `name`, or None where it has none.
 
     The name itself, the name with one of the optional prefixes put before it or taken off, or with another prefix in
-    place of its own; or, likewise, another name that is tied to it.
+    place of its own; or, likewise, the name with another ending; or another name that is tied to it.
     """
     if name in stored:
         return name
@@ -114,10 +114,11 @@ def _read_problems(
             name = names[read.tensor]
             if name is None:
                 wanted = f"{read.dtype or 'floating point'} {shape_text(read.shape)}"
-                yield Problem("missing", read.tensor, f"expected {wanted}")
+                others = "".join(f", or {other}" for other in _other_endings(read.tensor, rules))
+                yield Problem("missing", read.tensor, f"expected {wanted}{others}")
             else:
                 expected.add(name)
-                yield from _mismatches(read, name, files.tensors[name])
+                yield from _mismatches(read, name, files.tensors[name], rules)
 
 
 def _scale_problems(
@@ -254,20 +255,31 @@ def _as_read(stored: StoredTensor, read: schema.Read) -> StoredTensor:
 
 
 def _spellings(name: str, rules: Checkpoint) -> Iterator[str]:
-    yield name
-    for prefix in rules.optional_prefixes:
-        yield name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-    for prefix, other in rules.prefixes.items():
-        if name.startswith(prefix):
-            yield other + name.removeprefix(prefix)
+    for one in (name, *_other_endings(name, rules)):
+        yield one
+        for prefix in rules.optional_prefixes:
+            yield one.removeprefix(prefix) if one.startswith(prefix) else prefix + one
+        for prefix, other in rules.prefixes.items():
+            if one.startswith(prefix):
+                yield other + one.removeprefix(prefix)
 
 
-def _mismatches(read: schema.Read, name: str, stored: StoredTensor) -> Iterator[Problem]:
-    if stored.shape != read.shape and {*stored.shape, *read.shape} != {1}:  # one number, as `[]`, `[1]` or `[1, 1]`
+def _other_endings(name: str, rules: Checkpoint) -> list[str]:
+    return [name.removesuffix(end) + other for end, other in rules.endings.items() if name.endswith(end)]
+
+
+def _mismatches(read: schema.Read, name: str, stored: StoredTensor, rules: Checkpoint) -> Iterator[Problem]:
+    is_one = {*stored.shape, *read.shape} == {1}  # one number, as `[]`, `[1]` or `[1, 1]`
+    is_alike = read.tensor.endswith(tuple(rules.endings)) and _without_ones(stored.shape) == _without_ones(read.shape)
+    if stored.shape != read.shape and not is_one and not is_alike:
         yield Problem("shape", name, f"expected {shape_text(read.shape)}, found {shape_text(stored.shape)}")
     taken = _TAKEN[read.dtype] if read.dtype in _TAKEN else (str(read.dtype),)
     if stored.dtype not in taken:
         yield Problem("dtype", name, f"expected {' or '.join(taken)}, found {stored.dtype}")
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _equal(files: CheckpointFiles, one: StoredTensor, other: StoredTensor) -> bool:

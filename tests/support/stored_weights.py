@@ -18,6 +18,8 @@ from precast.builder.source.shrink import random_model
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.graph.schema import Graph, Param, TensorType, Tie
 from precast.ir.weights.checkpoint import CheckpointFiles
+from precast.ir.weights.fit import resolve
+from precast.ir.weights.recipes import each_leaf
 from precast.loader.torch_device import open_device
 from precast.loader.weights.stream import load_weights
 
@@ -69,7 +71,8 @@ def check(config: Any, entries: dict[str, Any], quantise: Quantise, folder: Path
     for name, recipe in recipes.items():
         assert torch.equal(loaded.tensors[name], expected[name]), name
         if not isinstance(recipe, Tie):
-            assert torch.equal(evaluate(recipe, files), expected[name]), name
+            found = {read.tensor: files[str(resolve(read.tensor, files, rules))] for read in each_leaf(recipe)}
+            assert torch.equal(evaluate(recipe, found), expected[name]), name
 
 
 def linear(name: str) -> bool:

@@ -218,6 +218,7 @@ def test_bombs_do_not_open(name: str, tmp_path: Path) -> None:
     ("rules", "counted"),
     [
         (Checkpoint(optional_prefixes=("a.",) * 33, prefixes={f"{i}.": "" for i in range(33)}), "66 prefixes"),
+        (Checkpoint(endings={f".{i}": "" for i in range(65)}), "65 endings"),
         (Checkpoint(ignored=("*",) * 4000, unused=("*",) * 1000), "5000 patterns"),
         (Checkpoint(groups_in_order={f"{i}": 1 for i in range(5000)}), "5000 patterns of groups"),
         (Checkpoint(zeros={f"{i}": 1 for i in range(5000)}), "5000 patterns of zeros"),

@@ -75,6 +75,49 @@ def test_other_prefixes(name: str, there: set[str], found: str | None) -> None:
 # --- a checkpoint ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "found"),
+    [
+        ("a.s", {"a.s"}, "a.s"),
+        ("a.s", {"a.t"}, "a.t"),
+        ("a.s", {"a.s", "a.t"}, "a.s"),
+        ("model.a.s", {"a.t"}, "a.t"),
+        ("a.t", {"a.s"}, None),
+        ("a.s.b", {"a.t.b"}, None),
+    ],
+)
+def test_other_endings(name: str, there: set[str], found: str | None) -> None:
+    assert fit.resolve(name, there, Checkpoint(optional_prefixes=("model.",), endings={".s": ".t"})) == found
+
+
+ENDINGS = Checkpoint(endings={".weight": ".other"})
+
+
+@pytest.mark.parametrize("name", [NORM, "model.norm.other"])
+@pytest.mark.parametrize(("shape", "fits"), [((1, 16), True), ((16, 1, 1), True), ((4, 4), False), ((), False)])
+def test_what_has_another_ending_may_have_dimensions_of_size_1(name: str, shape: tuple[int, ...], fits: bool) -> None:
+    files = fitting(**{NORM: None, name: stored(shape)})
+
+    found = "[" + ", ".join(map(str, shape)) + "]"
+    assert fit.problems(tiny_graph(), ENDINGS, files) == [Problem("shape", name, f"expected [16], found {found}")] * (
+        not fits
+    )
+    if fits:
+        assert fit.require(tiny_graph(), ENDINGS, files)[NORM].shape == (16,)
+
+
+def test_what_is_missing_is_named_with_its_other_ending() -> None:
+    assert fit.problems(tiny_graph(), ENDINGS, fitting(**{NORM: None})) == [
+        Problem("missing", NORM, "expected floating point [16], or model.norm.other")
+    ]
+
+
+def test_both_endings_at_once_are_not_expected() -> None:
+    files = fitting(**{"model.norm.other": stored((16,))})
+
+    assert [problem.kind for problem in fit.problems(tiny_graph(), ENDINGS, files)] == ["unexpected"]
+
+
 def test_a_checkpoint_that_fits() -> None:
     assert fit.problems(tiny_graph(), NO_RULES, fitting()) == []
     fit.check(tiny_graph(), NO_RULES, fitting())
