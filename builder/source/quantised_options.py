@@ -174,8 +174,19 @@ def in_one_spelling(method: str, entries: Mapping[str, Any], where: str | None =
             what = cut(f"{known} = {made[known]!r} and {name} = {value!r}")
             fix = "remove the one that doesn't describe the checkpoint's tensors"
             raise refuse(method, what, where, fix, why="both are names of one option")
-    if method == "modelopt" and made.get("quant_algo") == IN_BLOCKS.lower():
-        made["quant_algo"] = IN_BLOCKS
+    if method == "modelopt":
+        return _named_in_blocks(made)
+    return made
+
+
+def _named_in_blocks(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries, or a layer's, with ModelOpt's FP8 in blocks under one name."""
+    made = entries | ({"quant_algo": IN_BLOCKS} if entries.get("quant_algo") == IN_BLOCKS.lower() else {})
+    layers = entries.get("quantized_layers")
+    if isinstance(layers, Mapping):
+        named = {name: _named_in_blocks(dict(said)) if isinstance(said, Mapping) else said
+                 for name, said in layers.items()}  # fmt: skip
+        made["quantized_layers"] = named
     return made
 
 
@@ -352,8 +363,10 @@ _MODELOPT = {"FP8": (8, None), "MXFP8": (8, 32), "NVFP4": (4, 16), "W4A16_NVFP4"
 
 
 IN_BLOCKS = "FP8_PB_WO"
-"""ModelOpt's FP8 in blocks of 128 x 128, of all layers that are quantised. Of single layers (`quantized_layers`) it
-isn't known: published checkpoints that say it there name and shape scales in other ways than ModelOpt's library."""
+"""ModelOpt's FP8 in blocks of 128 x 128, of which `config_groups` say nothing."""
+
+_OF_LAYERS: dict[str, tuple[int, int | None]] = {**_MODELOPT, IN_BLOCKS: (8, 128)}
+"""The formats that single layers may have (`quantized_layers`)."""
 
 
 def stored_as(group: Any, format: str | None) -> str | None:
@@ -585,7 +598,7 @@ def _modelopt_layers(value: Any) -> bool:
 
 
 def _is_modelopt(layer: Mapping[str, Any]) -> bool:
-    known = _MODELOPT.get(str(layer.get("quant_algo")))
+    known = _OF_LAYERS.get(str(layer.get("quant_algo")))
     return known is not None and _is(layer.get("group_size", known[1]), known[1]) and set(layer) <= _LAYER
 
 

@@ -124,6 +124,7 @@ class ModelCheckpoint:
             prefixes=other_prefixes(self._model),
             groups_in_order=dict(self._scheme.groups_in_order) if self._scheme else {},
             zeros=dict(self._scheme.zeros) if self._scheme else {},
+            endings=dict(self._scheme.endings) if self._scheme else {},
         )
         return rules if used is None else msgspec.structs.replace(rules, unused=self._unused(rules, set(used)))
 

@@ -21,6 +21,7 @@ from quantised_checkpoints import (
     SIZES,
     Case,
     Made,
+    Quantise,
     blocks,
     compressed,
     compressed_fp8,
@@ -64,6 +65,27 @@ NOT_DOWN = r".*\.layers\..*(?<!down)_proj\.weight"
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 
+IN_BLOCKS_BESIDE_NVFP4 = {
+    "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"],
+    "quantized_layers": {
+        **{f"model.layers.{i}.self_attn": {"quant_algo": "FP8_PB_WO"} for i in range(9)},
+        **{f"model.layers.{i}.mlp": {"quant_algo": "NVFP4", "group_size": 16} for i in range(9)},
+    },
+}  # fmt: skip
+OF_BLOCKS = SIZES | {"hidden_size": 320, "head_dim": 64}
+"""Of more blocks of 128 than one, and a smaller last one."""
+
+
+def blocks_beside_nvfp4(suffix: str, shape: Callable[[int, int], tuple[int, ...]]) -> Quantise:
+    def quantise(name: str, weight: torch.Tensor) -> quantised.Stored:
+        if ".mlp." in name:
+            return quantised.nvfp4(name, weight)
+        rows, columns = (-(-size // 128) for size in weight.shape)
+        return quantised.float8(name, weight, (128, 128), suffix, shape(rows, columns))
+
+    return quantise
+
+
 def in_groups_of_32(name: str, weight: torch.Tensor) -> quantised.Stored:
     return quantised.awq_gemv(name.removesuffix(".weight"), weight, 32)
 
@@ -100,6 +122,13 @@ CASES = {
         float8("_scale", (1, 1 << 20), rows), which=r".*\.layers\.[12]\..*[^v]_proj\.weight",
     ),
     "ModelOpt NVFP4": Case("llama", MODELOPT, quantised.nvfp4, "hf_quant_config.json"),
+    "ModelOpt FP8 in blocks beside NVFP4": Case(
+        "llama", IN_BLOCKS_BESIDE_NVFP4, blocks_beside_nvfp4("_scale", lambda *sizes: (sizes[0], 1, sizes[1], 1)),
+        changes=OF_BLOCKS,
+    ),
+    "ModelOpt FP8 in DeepSeek's blocks beside NVFP4": Case(
+        "llama", IN_BLOCKS_BESIDE_NVFP4, blocks_beside_nvfp4("_scale_inv", lambda *sizes: sizes), changes=OF_BLOCKS
+    ),
     "compressed NVFP4": Case(
         "llama", compressed("nvfp4-pack-quantized", **NVFP4),
         lambda name, weight: quantised.nvfp4(name, weight, divided=True),
@@ -518,6 +547,29 @@ def test_a_checkpoint_that_is_not_quantised_is_refused(made: Callable[[str], Mad
 
     assert "model.layers.0.mlp.down_proj.weight: expected float8_e4m3fn, found float32" in str(error.value)
     assert "model.layers.0.mlp.down_proj.weight_scale_inv" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "found"),
+    [
+        ("weight_scale", (4, 6), "weight_scale: expected [2, 1, 3, 1], found [4, 6]"),
+        ("weight_scale_inv", (4, 6), "weight_scale_inv: expected [2, 1, 3, 1], found [4, 6]"),
+        ("scale", (2, 3), "weight_scale: expected floating point [2, 1, 3, 1], or {}weight_scale_inv"),
+    ],
+)  # fmt: skip
+def test_scales_of_blocks_by_other_names_or_shapes_are_refused(
+    name: str, shape: tuple[int, ...], found: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    (_, stored), bundle = made("ModelOpt FP8 in blocks beside NVFP4")
+    tensors, layer = load_file(stored / "model.safetensors"), "model.layers.1.self_attn.q_proj."
+    del tensors[f"{layer}weight_scale"]
+    tensors[layer + name] = torch.ones(shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(WeightsError) as error:
+        precast.load(bundle.path, weights=tmp_path, device="cpu", cache_bytes=1 << 20)
+
+    assert layer + found.format(layer) in str(error.value)
 
 
 @pytest.mark.parametrize(("scale", "fits"), [(2.0**-14, True), (1.0 + 2.0**-10, False)])

@@ -36,6 +36,9 @@ def modelopt(
     """NVIDIA's ModelOpt, of whose formats FP8 with one scale a tensor or in blocks, MXFP8 and NVFP4; kept as they are:
     linear layers by pattern. With `quantized_layers`, those alone are quantised, each in its format. Of stacked experts
     each linear layer has its own name. `is_left_out` says which names are of layers that are no part of the model.
+
+    Of blocks ModelOpt writes `weight_scale` [r, 1, c, 1]; publishers who take them from checkpoints of DeepSeek's
+    format keep `weight_scale_inv` [r, c]. Both are factors of the values, and no config says which it is.
     """
     kept = options.get("ignore", None) or ()
     names, layers = config_names(model), options.get("quantized_layers", None)
@@ -72,9 +75,11 @@ def modelopt(
         return one_by_one(model, weight, options.method, one)
 
     ignored = ("*.input_scale", "*.k_scale", "*.v_scale")
+    said = {options.get("quant_algo", None), *(each["quant_algo"] for each in (layers or {}).values())}
     return Scheme(
         "modelopt", lambda weight: any(algorithms(weight)), recipe, ignored, KV_SCALES,
         rounding=lambda weight: of_modelopt(algorithm(weight), weight.stem),
+        endings={".weight_scale": ".weight_scale_inv"} if IN_BLOCKS in said else {},
     )  # fmt: skip
 
 

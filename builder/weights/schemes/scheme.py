@@ -32,8 +32,8 @@ class Scheme(NamedTuple):
     """How a checkpoint is quantised: `recipe` makes a weight's values, of those that `holds` says are quantised.
 
     `ignored` are patterns of tensors that only other ways of computing need. `scales` are what an attention layer calls
-    the scales of its cached keys and values, with `?` for k or v, the likeliest first. `groups_in_order` and `zeros`
-    are those of the manifest's `Checkpoint`. `rounding` says how the inputs of a weight's layer are rounded.
+    the scales of its cached keys and values, with `?` for k or v, the likeliest first. `groups_in_order`, `zeros` and
+    `endings` are those of the manifest's `Checkpoint`. `rounding` says how the inputs of a weight's layer are rounded.
     """
 
     method: str
@@ -44,6 +44,7 @@ class Scheme(NamedTuple):
     groups_in_order: Mapping[str, int] = MappingProxyType({})
     zeros: Mapping[str, int] = MappingProxyType({})
     rounding: Callable[[Weight], Rounding] = lambda _: NONE
+    endings: Mapping[str, str] = MappingProxyType({})
 
 
 KV_SCALES = ("?_scale", "?_proj.?_scale", "attn.?_scale", "qkv_proj.?_scale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from stored_weights import check, config_of, linear
 from transformers import AutoConfig
 
 from precast.builder.capture.factory import make_module, make_whole
+from precast.builder.source.quantised_options import check_options
 from precast.builder.source.shrink import shrink
 from precast.builder.weights.recipes import ModelCheckpoint
 from precast.ir.errors import BuildError
@@ -87,9 +89,62 @@ def test_blocks_of_another_kind_are_refused(entries: dict[str, Any], told: str) 
         recipes_of("llama", **{"quant_algo": "FP8_PB_WO", "ignore": ["lm_head"], **entries})
 
 
+def in_four(rows: int, columns: int) -> tuple[int, ...]:
+    return rows, 1, columns, 1
+
+
+def in_two(rows: int, columns: int) -> tuple[int, ...]:
+    return rows, columns
+
+
+@pytest.mark.parametrize(
+    ("said", "suffix", "shape"),
+    [
+        ({"quant_algo": "fp8_pb_wo"}, "_scale", in_four),
+        ({"quant_algo": "FP8_PB_WO"}, "_scale", in_four),
+        ({"quant_algo": "FP8_PB_WO", "group_size": 128}, "_scale_inv", in_two),
+        ({"quant_algo": "FP8_PB_WO"}, "_scale", in_two),
+    ],
+    ids=["as ModelOpt's library", "as its examples", "as DeepSeek", "with two dimensions"],
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_modelopts_blocks_of_single_layers(
+    model_type: str, said: dict[str, Any], suffix: str, shape: Callable[[int, int], tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Attention in blocks beside NVFP4, and experts the other way around."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 160}
+    is_dense = model_type == "llama"
+
+    def in_blocks(name: str) -> bool:
+        return ("self_attn" in name) == is_dense
+
+    def quantise(name: str, tensor: torch.Tensor) -> Stored | None:
+        if not linear(name):
+            return None
+        if not in_blocks(name):
+            return quantised.nvfp4(name, tensor)
+        return quantised.float8(name, tensor, (128, 128), suffix, shape(*(-(-size // 128) for size in tensor.shape)))
+
+    nvfp4 = {"quant_algo": "NVFP4", "group_size": 16}
+    feeding = "mlp" if is_dense else "mlp.experts"
+    names = [f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", feeding)]
+    layers = {name: said if in_blocks(name) else nvfp4 for name in names}
+    entries = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": []}
+    check(config_of(model_type, num_experts=4, **sizes), check_options(entries).entries, quantise, tmp_path)
+
+
+def test_scales_of_blocks_have_one_other_name() -> None:
+    def endings(algorithm: str) -> dict[str, str]:
+        entries = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": []}
+        return ModelCheckpoint(make_module(config_of("llama"), "float32"), entries).known_names().endings
+
+    assert endings("FP8_PB_WO") == {".weight_scale": ".weight_scale_inv"}
+    assert endings("FP8") == {}
+
+
 DOWN = "model.language_model.layers.0.mlp.down_proj"
-IN_BLOCKS = {"quant_algo": "FP8_PB_WO", "group_size": 128}
-"""A format that is not known, of single layers."""
+UNKNOWN = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+"""A format that is not known."""
 
 
 def recipes_of(model_type: str, **entries: Any) -> dict[str, Any]:
@@ -111,7 +166,7 @@ def scales(recipes: dict[str, Any]) -> list[str]:
 )
 def test_layers_that_are_not_read_may_have_any_format(name: str) -> None:
     """Of drafts, and of what sees images."""
-    layers = {DOWN: {"quant_algo": "FP8"}, name: IN_BLOCKS}
+    layers = {DOWN: {"quant_algo": "FP8"}, name: UNKNOWN}
     groups = {said["quant_algo"]: {"quant_algo": said["quant_algo"], "targets": [at]} for at, said in layers.items()}
 
     made = recipes_of("qwen3_5", quant_algo="MIXED_PRECISION", quantized_layers=layers, config_groups=groups)
@@ -135,20 +190,20 @@ def test_a_list_that_names_layers_that_are_not_read_alone(entries: dict[str, Any
     "name", [DOWN, "model.layers.0.mlp", "lm_head", "model.language_model.layers.99.mlp", "mpt.layers.0"]
 )
 def test_layers_of_the_model_and_names_of_none_must_have_a_known_format(name: str) -> None:
-    layers = {"model.layers.1.mlp.down_proj": {"quant_algo": "FP8"}, "mtp.layers.0": IN_BLOCKS, name: IN_BLOCKS}
+    layers = {"model.layers.1.mlp.down_proj": {"quant_algo": "FP8"}, "mtp.layers.0": UNKNOWN, name: UNKNOWN}
 
-    with pytest.raises(BuildError, match=rf"with quantized_layers\.{name} = .*FP8_PB_WO.*a known quant_algo"):
+    with pytest.raises(BuildError, match=rf"with quantized_layers\.{name} = .*FP8_PER_CHANNEL.*a known quant_algo"):
         recipes_of("qwen3_5", quant_algo="MIXED_PRECISION", quantized_layers=layers)
 
 
 def test_a_layer_of_the_model_that_others_of_its_type_leave_out() -> None:
     """GLM-4.5's class leaves out layers 46 and 92, which are drafts in one size each; in the other, 46 is a layer."""
     config = config_of("glm4_moe", num_hidden_layers=48, first_k_dense_replace=48)
-    layers = {"model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}, "model.layers.92.mlp.experts": IN_BLOCKS}
+    layers = {"model.layers.0.mlp.down_proj": {"quant_algo": "FP8"}, "model.layers.92.mlp.experts": UNKNOWN}
     entries = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     meta = make_module(config, "float32")
 
     ModelCheckpoint(meta, entries)
-    layers["model.layers.46.mlp.down_proj"] = IN_BLOCKS
+    layers["model.layers.46.mlp.down_proj"] = UNKNOWN
     with pytest.raises(BuildError, match=r"quantized_layers\.model\.layers\.46\.mlp\.down_proj = "):
         ModelCheckpoint(meta, entries)
