@@ -1,6 +1,6 @@
 """What computes linear layers whose weights are in few bits, in half precision on GPUs. Of few rows it is the weight
-stream, on Hopper; of many cuBLASLt, with float8 as it is, or with weights made whole; else Triton. Elsewhere the
-definition.
+stream, on Hopper, or, where groups have inputs in any order, `listed`; of many cuBLASLt, with float8 as it is, or with
+weights made whole; else Triton. Elsewhere the definition.
 The same compute `rounded_linear`, whose input an op in front has rounded.
 
 How Triton's kernels cut their work depends on how many tokens a step has. GPUs below compute capability 8.9 have no
@@ -17,6 +17,7 @@ from precast.ir.graph.schema import Dtype, Expr
 from precast.ir.graph.symbols import add, largest, mul, numel
 from precast.ir.ops.rows_rounded import in_groups
 from precast.kernels.quantised_linear import float8, float8_tiles, launches, streamed, tiles
+from precast.kernels.quantised_linear.listed import LISTED
 from precast.kernels.records import Condition, Record, reference
 from precast.kernels.rows import has_rows
 from precast.kernels.use import Use, numbers
@@ -166,6 +167,7 @@ _FLOAT8_RECORDS = (
 _FROM = (0, *(most + 1 for most in launches.ROWS))
 _QUANTISED = (
     *streamed.records(),
+    LISTED,
     *tiles.records(),
     *float8_tiles.records(),
     *_FLOAT8_RECORDS,
@@ -199,6 +201,6 @@ def _of_rounded(record: Record) -> Record:
 RECORDS = (
     *_QUANTISED,
     reference("precast.quantised_linear", "quantised_linear.quantised_linear", _dequantised),
-    *(_of_rounded(record) for record in _QUANTISED if record not in _WHOLE),
+    *(_of_rounded(record) for record in _QUANTISED if record not in (LISTED, *_WHOLE)),
     reference("precast.rounded_linear", "quantised_linear.rounded_linear", _dequantised_rounded),
 )

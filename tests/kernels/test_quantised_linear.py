@@ -242,7 +242,7 @@ def test_hopper_has_launches_for_all_formats_and_sizes(weight: str) -> None:
     found = [case.choice.record for case in cases(use(weight, target=GPU.without_torch))]
 
     few, whole = "triton.quantised_linear_to_16", f"cublaslt.quantised_linear_from_{WHOLE_FROM.get(weight, 97)}"
-    before = ["triton.quantised_linear_to_32"]
+    before = ["cuda.quantised_linear_listed"]
     if weight in STREAMED:
         sizes = (1, 2, 8, *ROWS)
         before = [f"cuda.quantised_linear_to_{most}" for most in sizes]
@@ -263,7 +263,7 @@ def test_powers_of_two_take_the_records_of_other_groups(weight: str) -> None:
 
 
 GROUPED = ("fp8_group", "fp8_group_e8m0")
-OLDER_LIBRARY = GPU._replace(kinds=GPU.kinds - {"library 12.9"})
+OLDER_LIBRARY, TRITON_ALONE = (GPU._replace(kinds=GPU.kinds - {kind}) for kind in ("library 12.9", "cuda"))
 
 
 @pytest.mark.parametrize("activation", QUANTISED_INPUTS[1:])
@@ -471,7 +471,8 @@ def test_memory_is_known_for_all_sizes(weight: str, activation: str) -> None:
     [
         use("fp8 blocks"), use("fp8 blocks", activation="fp8_group", target=OLDER_LIBRARY),
         use("int8 rows", activation="int8_token"), use("packed4 points"), use("nvfp4", 14336),
-        use("gptq", dtype="float16"), use("fp8 blocks", activation="fp8_group"), use("fp8 all", activation="fp8_token"),
+        use("gptq", dtype="float16", target=TRITON_ALONE), use("fp8 blocks", activation="fp8_group"),
+        use("fp8 all", activation="fp8_token"),
         use("fp8 rows", activation="fp8_tensor"), rounded_in_front(use("fp8 blocks", activation="fp8_group")),
         rounded_in_front(use("fp8 all", activation="fp8_token")), use("fp8 blocks", activation="fp8_group_e8m0"),
     ],
