@@ -27,6 +27,7 @@
 //   WARPS=n            of a CTA, up to 16
 
 #include "half.cuh"
+#include "few_bits.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int OUTPUTS = 32, ROWS = 16;        // of a CTA
@@ -36,7 +37,7 @@ constexpr int WORD = 8;                       // inputs of a word
 constexpr int EACH = 4;                       // outputs of a lane
 constexpr int CHUNKS = OUTPUTS / EACH;        // of a row of the table, of 16 bytes
 #ifdef FLOAT16
-constexpr u32 RAISED = 0x6400;                // 1024, whose last digits a value's are
+constexpr u32 RAISED = 0x6400;                // 1024, whose last digits are those of a value of `raised_nibbles`
 #else
 constexpr u32 RAISED = 0x4300;                // 128
 #endif
@@ -60,7 +61,26 @@ __device__ __forceinline__ Four load_four(u32 from) {
   return found;
 }
 
-// Read once, past the caches that others need.
+__device__ __forceinline__ void store_four(u32 to, const Four& four) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.words[0]), "r"(four.words[1]),
+               "r"(four.words[2]), "r"(four.words[3]) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, u16 value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ float load_shared(u32 from) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
+  return value;
+}
+
+// Read once, past the cache that x needs.
 __device__ __forceinline__ Four load_once(const u32* from) {
   Four found;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -68,35 +88,15 @@ __device__ __forceinline__ Four load_once(const u32* from) {
   return found;
 }
 
-__device__ __forceinline__ u32 subtracted(u32 a, u32 b) {
-  u32 pair;
-#ifdef FLOAT16
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-#else
-  asm("sub.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-#endif
-  return pair;
-}
-
 // --- the table -------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float scale_of(u16 stored) {
-#ifdef SCALES_FLOAT16
-  return widened_float16(stored);
-#else
-  return widened(stored);
-#endif
-}
 
 // A pair of values times their scales, rounded to elements.
 __device__ __forceinline__ u32 scaled(u32 values, u32 scales) {
-#if defined(FLOAT16) && defined(SCALES_FLOAT16)
-  u32 pair;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(values), "r"(scales));
-  return pair;
+#if defined(FLOAT16) || !defined(SCALES_FLOAT16)
+  return multiplied(values, scales);
 #else
-  return rounded(widened((Element)values) * scale_of((u16)scales),
-                 widened((Element)(values >> 16)) * scale_of((u16)(scales >> 16)));
+  return rounded(widened((Element)values) * widened_float16((u16)scales),
+                 widened((Element)(values >> 16)) * widened_float16((u16)(scales >> 16)));
 #endif
 }
 
@@ -106,16 +106,16 @@ __device__ __forceinline__ u32 place_of(int group, int chunk, int copy) {
 }
 
 // The list, as places in the table, in units of 16 bytes.
-__device__ __forceinline__ void fill_list(u16* list, const int* groups_of, int inputs, int groups) {
-  for (int at = threadIdx.x; at < inputs; at += THREADS)
-    list[at] = (u16)(min((u32)groups_of[at], (u32)groups) * (COPIES * CHUNKS));
+__device__ __forceinline__ void fill_list(u32 list, const int* groups_of, int inputs, int groups) {
+  for (int k = threadIdx.x; k < inputs; k += THREADS)
+    store_shared(list + 2 * k, (u16)(min((u32)groups_of[k], (u32)groups) * (COPIES * CHUNKS)));
 }
 
 // Scales of the CTA's outputs, and what they subtract; after those of all groups, zeros.
 __device__ __forceinline__ void fill_table(
-    unsigned char* table, const u16* scales, const u32* points, int first, int outputs, int groups) {
-  for (int at = threadIdx.x; at < (groups + 1) * CHUNKS; at += THREADS) {
-    const int group = at / CHUNKS, chunk = at % CHUNKS, output = first + chunk * EACH;
+    u32 table, const u16* scales, const u32* points, int first, int outputs, int groups) {
+  for (int entry_of = threadIdx.x; entry_of < (groups + 1) * CHUNKS; entry_of += THREADS) {
+    const int group = entry_of / CHUNKS, chunk = entry_of % CHUNKS, output = first + chunk * EACH;
     Four entry = {{0, 0, RAISED * 0x10001, RAISED * 0x10001}};
     if (group < groups && output < outputs) {
       const Two found = *(const Two*)(scales + (i64)group * outputs + output);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void fill_table(
       }
     }
 #pragma unroll
-    for (int copy = 0; copy < COPIES; copy++) *(Four*)(table + place_of(group, chunk, copy)) = entry;
+    for (int copy = 0; copy < COPIES; copy++) store_four(table + place_of(group, chunk, copy), entry);
   }
 }
 
@@ -157,8 +157,7 @@ __device__ __forceinline__ void multiply(
         const u32 which = c % 2 ? 0x7632 : 0x5410;
         const u32 scales = __byte_perm(first.words[c / 2], second.words[c / 2], which);
         const u32 less = __byte_perm(first.words[2 + c / 2], second.words[2 + c / 2], which);
-        const u32 raised = (words.words[c] >> 4 * nibble & 0x000f000f) | RAISED * 0x10001;
-        values[c][i] = scaled(subtracted(raised, less), scales);
+        values[c][i] = scaled(subtracted(raised_nibbles(words.words[c], nibble), less), scales);
       }
     }
     const u32 x[4] = {above[2 * half], below[2 * half], above[2 * half + 1], below[2 * half + 1]};
@@ -196,15 +195,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) product_listed(
   Four ahead[AHEAD], next[2];
 #pragma unroll
   for (int n = 0; n < AHEAD; n++) ahead[n] = words_of(warp + n * WARPS);
-  u16* list = (u16*)memory;
-  unsigned char* entries = memory + (inputs * 2 + 127) / 128 * 128;
+  const u32 list = shared_address(memory), entries = list + (inputs * 2 + 127) / 128 * 128;
   fill_list(list, groups_of, inputs, groups);
   fill_table(entries, scales, points, first, outputs, groups);
   wait_for_kernel_in_front();
   inputs_of(warp, next);
   __syncthreads();
 
-  const u32 table = shared_address(entries) + place_of(0, j, i % COPIES), nothing = groups * (COPIES * CHUNKS) * 0x10001;
+  const u32 table = entries + place_of(0, j, i % COPIES), nothing = groups * (COPIES * CHUNKS) * 0x10001;
   Sums sums = {};
 #pragma unroll 1
   for (int start = warp; start < steps; start += AHEAD * WARPS) {
@@ -212,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) product_listed(
     for (int n = 0; n < AHEAD; n++) {
       const int step = start + n * WARPS, word = step * STEP + i;
       if (step >= steps) break;
-      const Four own = ahead[n], of = word < rows_of_words ? load_four(shared_address(list + word * WORD))
+      const Four own = ahead[n], of = word < rows_of_words ? load_four(list + 2 * word * WORD)
                                                            : Four{nothing, nothing, nothing, nothing};
       u32 above[4], below[4];
       pair_inputs(above, next[0]);
@@ -224,19 +222,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) product_listed(
   }
 
   __syncthreads();    // the table has been read: sums are in its place
-  float* parts = (float*)memory;
 #pragma unroll
   for (int c = 0; c < EACH; c++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) parts[(warp * EACH * 4 + c * 4 + k) * 32 + lane] = sums[c][k];
+    for (int k = 0; k < 4; k++)
+      store_shared(list + 4 * ((warp * EACH * 4 + c * 4 + k) * 32 + lane), sums[c][k]);
   __syncthreads();
 #pragma unroll
-  for (int at = threadIdx.x; at < ROWS * OUTPUTS; at += THREADS) {
-    const int c = at / 32 / 4, k = at / 32 % 4;
+  for (int part = threadIdx.x; part < ROWS * OUTPUTS; part += THREADS) {
+    const int c = part / 32 / 4, k = part / 32 % 4;
     const int own_row = row + j + k / 2 * 8, own = first + (i * 2 + k % 2) * EACH + c;
     float sum = 0;
 #pragma unroll
-    for (int of_warp = 0; of_warp < WARPS; of_warp++) sum += parts[of_warp * ROWS * OUTPUTS + at];
+    for (int of_warp = 0; of_warp < WARPS; of_warp++) sum += load_shared(list + 4 * (of_warp * ROWS * OUTPUTS + part));
     if (own_row >= num_rows || own >= outputs) continue;
 #ifdef BIAS
     sum += widened(bias[own]);

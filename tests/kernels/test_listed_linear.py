@@ -1,11 +1,14 @@
-"""Linear layers whose inputs are of groups in any order: which the kernel takes; on a GPU against the definition."""
+"""Linear layers whose inputs are of groups in any order: which the kernel takes; its source on a CPU, and on a GPU,
+against the definition."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from clusters_on_cpu import Source
 from compiled_launches import resource_usage
 from op_samples import quantised
 from op_samples.draw import Draw, Sample
@@ -90,6 +93,69 @@ def test_a_step_of_up_to_64_tokens_is_its_own() -> None:
     assert names == [LISTED.name] * 3 + ["cublaslt.quantised_linear_from_33"]
 
 
+def in_float32(sample: Sample) -> torch.Tensor:
+    """The definition's values, rounded to the input's type, in a product of float32."""
+    x = sample["input"]
+    unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[None]
+    values = quantised_linear(**{**sample, "input": unit, "bias": None})[0].float()
+    bias = 0 if sample["bias"] is None else sample["bias"].float()
+    return x.float() @ values + bias
+
+
+def is_near(found: torch.Tensor, sample: Sample) -> None:
+    wide = 1e-2 if found.dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(found.float(), in_float32(sample), rtol=wide, atol=wide)
+
+
+# --- its source on a CPU -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sample], torch.Tensor]:
+    """Runs the kernel's source. The input is not there before the wait for the kernel in front: NaN is."""
+    source = Source(tmp_path_factory.mktemp("listed"), "quantised_linear/listed.cu", "listed_on_cpu.cpp")
+
+    def execute(sample: Sample) -> torch.Tensor:
+        x, outputs = sample["input"], sample["weight"].shape[1]
+        out = torch.full((*x.shape[:-1], outputs), torch.nan, dtype=x.dtype)
+        given = {name: value for name, value in sample.items() if isinstance(value, torch.Tensor)}
+        source.run(launch_of(sample), {**given, "out.0": out}, False, {"input": torch.full_like(x, torch.nan)})
+        return out
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "dtype", "scales"),
+    [
+        ((40, 96, 32), 5, torch.float16, torch.float16), ((8, 8, 8), 1, torch.bfloat16, torch.float16),
+        ((72, 1000, 40), 17, torch.bfloat16, torch.bfloat16), ((4256, 64, 16), 3, torch.float16, torch.float16),
+        ((32, 3616, 16), 9, torch.bfloat16, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_source_on_a_cpu(
+    on_cpu: Callable[[Sample], torch.Tensor], shape: tuple[int, int, int], rows: int, dtype: torch.dtype,
+    scales: torch.dtype,
+) -> None:  # fmt: skip
+    """Of fewer outputs than a block's, of more than as many blocks as there are multiprocessors, of one word, with one
+    copy of groups; and a row alone has the same bits."""
+    sample = called(CPU, rows, *shape, bias=rows % 2 == 1, dtype=dtype, scales=scales)
+    found = on_cpu(sample)
+
+    is_near(found, sample)
+    assert torch.equal(on_cpu({**sample, "input": sample["input"][:, -1:].clone()}), found[:, -1:])
+
+
+def test_an_input_of_no_group_has_no_weight(on_cpu: Callable[[Sample], torch.Tensor]) -> None:
+    sample = called(CPU, 3, 40, 96, 32)
+    groups, x = sample["groups"].clone(), sample["input"].clone()
+    groups[5], groups[90] = 3, -1
+    x[..., 5] = x[..., 90] = 0
+
+    assert torch.equal(on_cpu({**sample, "groups": groups}), on_cpu({**sample, "input": x}))
+
+
 @pytest.mark.skipif(not cuda_source.is_installed(), reason="cuda-bindings are not installed")
 @pytest.mark.parametrize(
     ("dtype", "scales"),
@@ -127,14 +193,6 @@ def run(sample: Sample) -> torch.Tensor:
     return out
 
 
-def in_float32(sample: Sample) -> torch.Tensor:
-    """The definition's values, rounded to the input's type, in a product of float32."""
-    unit = torch.eye(sample["input"].shape[-1], dtype=sample["input"].dtype, device="cuda")[None]
-    values = quantised_linear(**{**sample, "input": unit, "bias": None})[0].float()
-    bias = 0 if sample["bias"] is None else sample["bias"].float()
-    return sample["input"].float() @ values + bias
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -143,8 +201,7 @@ def test_products(gpu: Draw, shape: tuple[int, int, int], dtype: torch.dtype) ->
     sample = called(gpu, 64, *shape, bias=True, dtype=dtype)
     together = run(sample)
 
-    wide = 1e-2 if dtype == torch.bfloat16 else 2e-3
-    torch.testing.assert_close(together.float(), in_float32(sample), rtol=wide, atol=wide)
+    is_near(together, sample)
     for rows in (1, 7, 8, 9, 16, 17, 33):
         assert torch.equal(run({**sample, "input": sample["input"][:, :rows]}), together[:, :rows])
 
@@ -153,17 +210,7 @@ def test_products(gpu: Draw, shape: tuple[int, int, int], dtype: torch.dtype) ->
 def test_scales_of_the_input_s_type(gpu: Draw) -> None:
     sample = called(gpu, 5, 4104, 1024, 128, dtype=torch.bfloat16, scales=torch.bfloat16)
 
-    torch.testing.assert_close(run(sample).float(), in_float32(sample), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.gpu
-def test_an_input_of_no_group_has_no_weight(gpu: Draw) -> None:
-    sample = called(gpu, 3, 40, 96, 32)
-    groups, x = sample["groups"].clone(), sample["input"].clone()
-    groups[5], groups[90] = 3, -1
-    x[..., 5] = x[..., 90] = 0
-
-    assert torch.equal(run({**sample, "groups": groups}), run({**sample, "input": x}))
+    is_near(run(sample), sample)
 
 
 @pytest.mark.gpu
