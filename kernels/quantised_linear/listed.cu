@@ -5,13 +5,12 @@
 // of output n is (q - point - OFFSET) * scale of the group that is groups_of[k], rounded to the type of x. An input of no
 // such group has no weight.
 //
-// A CTA has 32 outputs and 16 rows of x. Scales and points of its outputs are in shared memory, those of all groups, so
-// that each value finds its own in one load: four outputs' scales, and their points, lie in 16 bytes; and so is the list
-// of groups. Its warps take
-// turns at STEP rows of words. Lane 4 j + i has the words of row i, of outputs 4 j to 4 j + 3; so in four products of
-// mma.m16n8k16 it has column j, and the k that the lanes of x with the same i have, in whatever order: x's are paired
-// as a word's are. Lanes of one j and all i read as many groups at once, in any order, and would meet in the same
-// banks. So there are COPIES of the table, and in copy i outputs are 2 i places further.
+// A CTA has 32 outputs and 16 rows of x. In shared memory are scales and points of its outputs, those of all groups, so
+// that each value finds its own in one load (four outputs' scales, and their points, lie in 16 bytes), and the list of
+// groups. Its warps take turns at STEP rows of words. Lane 4 j + i has the words of row i, of outputs 4 j to 4 j + 3; so
+// in four products of mma.m16n8k16 it has column j, and the k that the lanes of x with the same i have, in whatever
+// order: x's are paired as a word's are. Lanes of one j and all i read as many groups at once, in any order, and would
+// meet in the same banks. So there are COPIES of the table, and in copy i outputs are 2 i places further.
 //
 // At the end the sums of all warps are added in their order: a row of y has the same bits in each run and step.
 //
@@ -114,8 +113,8 @@ __device__ __forceinline__ void fill_list(u32 list, const int* groups_of, int in
 // Scales of the CTA's outputs, and what they subtract; after those of all groups, zeros.
 __device__ __forceinline__ void fill_table(
     u32 table, const u16* scales, const u32* points, int first, int outputs, int groups) {
-  for (int entry_of = threadIdx.x; entry_of < (groups + 1) * CHUNKS; entry_of += THREADS) {
-    const int group = entry_of / CHUNKS, chunk = entry_of % CHUNKS, output = first + chunk * EACH;
+  for (int own = threadIdx.x; own < (groups + 1) * CHUNKS; own += THREADS) {
+    const int group = own / CHUNKS, chunk = own % CHUNKS, output = first + chunk * EACH;
     Four entry = {{0, 0, RAISED * 0x10001, RAISED * 0x10001}};
     if (group < groups && output < outputs) {
       const Two found = *(const Two*)(scales + (i64)group * outputs + output);
