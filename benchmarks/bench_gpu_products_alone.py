@@ -41,10 +41,10 @@ STEPS = (
     BLOCK
     + """
 import json, os, sys
-benchmarks, checkpoint, bundle, digest, left_out, alone = sys.argv[1:]
+benchmarks, checkpoint, bundle, digest, left_out, alone, only_copies = sys.argv[1:]
 left_out, alone = json.loads(left_out), json.loads(alone)
 sys.path.insert(0, benchmarks)
-if os.path.basename(os.path.dirname(bundle)) == "without-products":
+if json.loads(only_copies):
     from support.copies_alone import leave_products_out
     leave_products_out()
 import precast
@@ -78,7 +78,7 @@ def measured(bundle: Path, checkpoint: Path) -> dict[str, Any]:
         write_checkpoint(bundle, checkpoint)
         for name, (built, left_out, alone) in parts.items():
             digest = Bundle.open(built).digest
-            asked = str(checkpoint), str(built), digest, json.dumps(left_out), json.dumps(alone)
+            asked = str(checkpoint), str(built), digest, *map(json.dumps, (left_out, alone, built == copies))
             found[name] = harness.fresh_process(STEPS, HERE, *asked)
             print(f"{bundle.stem}, {name}: {json.dumps(found[name])}", flush=True)
     finally:

@@ -41,12 +41,11 @@ def called(
     return quantised.call(x, weight, bias=draw.normal(outputs).to(dtype) if bias else None)
 
 
-def use_of(sample: Sample, capability: tuple[int, int] = HOPPER) -> Use:
+def use_of(sample: Sample) -> Use:
     """Of params, but for the input."""
     use = use_of_tensors("precast.quantised_linear", 1, sample)
     operands = {name: each._replace(is_activation=name == "input") for name, each in use.operands.items()}
-    target = use.target._replace(device="cuda", capability=capability, kinds=use.target.kinds | {"cuda", "triton"})
-    return use._replace(operands=operands, target=target)
+    return use._replace(operands=operands, target=use.target._replace(device="cuda", capability=HOPPER))
 
 
 def is_taken(sample: Sample) -> bool:
